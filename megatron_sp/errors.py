@@ -1,0 +1,39 @@
+"""Errors that are meant for the user, not for the programmer.
+
+Each is one clear message that names the flag or file, the value, the rule and a cure. Programs
+print it without a traceback and exit with code 2 (see ``runtime.run_program``). Mistakes of
+*our* code are asserts and ordinary exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class UserError(Exception):
+    """A mistake the user can cure; its text is the whole story."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """One or more problems in the command line, all reported together."""
+
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"{head} in the command line:\n{lines}")
+
+
+class DataError(UserError):
+    """A data file that is missing, damaged, or does not fit the run."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged, or does not fit the run."""
+
+
+class TrainingError(UserError):
+    """Training cannot go on (for example a loss that is not a number)."""

@@ -1,0 +1,1 @@
+"""The decoder: GPT and Llama style blocks, attention cores, loss, initialisation."""

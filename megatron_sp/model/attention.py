@@ -1,0 +1,77 @@
+"""Self-attention: projections, rotary, and whatever core the mesh provides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_sp.config.schema import Model
+from megatron_sp.model.attention_core import AttentionDropout
+from megatron_sp.model.cache import KeyValueCache
+from megatron_sp.model.norm import Norm
+from megatron_sp.model.rotary import Rotation, apply_rotary
+from megatron_sp.parallel.heads import HeadSplit
+from megatron_sp.parallel.random import Dropout
+from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion
+from megatron_sp.parallel.ulysses import Core
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What attention needs to know of the mesh: its heads and a core that fits them.
+
+    Args:
+        core: ``(q [b, t, n, d], k, v [b, t, g, d], **how) -> [b, t, n, d]`` on this rank's tokens.
+        first_head: global number of the first query head the innermost core sees.
+    """
+
+    heads: HeadSplit
+    core: Core
+    first_head: int
+
+
+class Attention(nn.Module):
+    """Causal self-attention with n query and g key/value heads; weight rows in head order."""
+
+    def __init__(self, model: Model, layer: int, plan: AttentionPlan, *, seed: int, region: TensorRegion,
+                 dtype: torch.dtype):
+        super().__init__()
+        self.layer, self.region, self.plan = layer, region, plan
+        self.head_dim, self.interleaved = model.head_dim, model.rotary_interleaved
+        self.dropout = Dropout(model.attention_dropout, seed, f"{layer}/attention")
+        width = model.hidden_size
+        query, kv = model.num_attention_heads * model.head_dim, model.num_query_groups * model.head_dim
+        bias = model.add_bias_linear or model.add_qkv_bias
+        rows = None
+        if plan.heads.kv_is_replicated_over_tp:
+            rows = (plan.heads.kv[0] * model.head_dim, plan.heads.kv[1] * model.head_dim)
+        self.query = ColumnParallelLinear(width, query, bias=bias, region=region, dtype=dtype)
+        self.key = ColumnParallelLinear(width, kv, bias=bias, region=region, dtype=dtype, replicate_rows=rows)
+        self.value = ColumnParallelLinear(width, kv, bias=bias, region=region, dtype=dtype, replicate_rows=rows)
+        self.query_norm = self.key_norm = None
+        if model.qk_layernorm:
+            self.query_norm = Norm(model.head_dim, model, region=region, dtype=dtype, partial_grad=True)
+            self.key_norm = Norm(model.head_dim, model, region=region, dtype=dtype, partial_grad=True)
+        self.output = RowParallelLinear(query, width, bias=model.add_bias_linear, region=region, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
+                cache: KeyValueCache | None = None) -> torch.Tensor:
+        """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
+        x = self.region.enter(x)  # [b, s/sp(/tp), h] -> [b, s/sp, h]
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if rotation is not None:
+            q, k = (apply_rotary(y, rotation, self.interleaved) for y in (q, k))
+        causal = True
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+            causal = k.shape[1] == q.shape[1]
+            assert causal or q.shape[1] == 1, "after the prompt, tokens are decoded one at a time"
+        dropout = None
+        if self.training and self.dropout.probability > 0:
+            dropout = AttentionDropout(self.dropout, sample_ids, self.plan.first_head)
+        o = self.plan.core(q, k, v, causal=causal, dropout=dropout)
+        return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]

@@ -1,0 +1,25 @@
+"""Key/value cache for incremental decoding on one process."""
+
+from __future__ import annotations
+
+import torch
+
+
+class KeyValueCache:
+    """Keys and values of the tokens seen so far, per layer; grows with each call."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that every layer has seen."""
+        return min((k.shape[1] for k, _ in self.layers.values()), default=0)
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the new tokens' k, v [b, t, g, d]; returns all of the layer's [b, past + t, g, d]."""
+        if layer in self.layers:
+            past_k, past_v = self.layers[layer]
+            k, v = torch.cat([past_k, k], dim=1), torch.cat([past_v, v], dim=1)
+        self.layers[layer] = (k, v)
+        return k, v

@@ -1,0 +1,75 @@
+"""Initial weights that do not depend on the layout.
+
+Each parameter is drawn whole from a generator of its own, keyed by the run's seed and its name,
+and then cut. So the same seed gives the same model under any parallelism, on any device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_sp.config.schema import Model
+from megatron_sp.parallel.random import stable_key
+from megatron_sp.parallel.tensor import TensorRegion, VocabParallelEmbedding, VocabParallelOutput
+
+RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """Seed of one parameter's generator."""
+    return stable_key(seed, "initial weights", name)
+
+
+def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) -> torch.Tensor:
+    """The whole parameter of this name, fp32 on the CPU.
+
+    Args:
+        shape: full logical shape; for vocabulary weights without padding rows.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "norm." in name:
+        return torch.zeros(shape) if model.apply_layernorm_1p else torch.ones(shape)
+    generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+    if model.init_method_xavier_uniform:
+        return nn.init.xavier_uniform_(torch.empty(shape), generator=generator)
+    std = model.init_method_std
+    if name.startswith("embedding."):
+        std = model.embedding_init_method_std or std
+    if name.endswith(RESIDUAL_OUTPUTS):
+        std /= math.sqrt(2 * model.num_layers)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def fill_parameter(parameter: torch.Tensor, full: torch.Tensor, region: TensorRegion) -> None:
+    """Write this tp rank's part of a full logical tensor into a parameter not yet sharded by FSDP.
+
+    Rows that the parameter has beyond the full tensor (vocabulary padding) become zero.
+    """
+    assert isinstance(parameter, DTensor)
+    missing = parameter.shape[0] - full.shape[0]
+    if missing:
+        full = torch.cat((full, full.new_zeros(missing, *full.shape[1:])))
+    placement = parameter.placements[0]
+    if isinstance(placement, Shard):
+        full = full.chunk(region.size, placement.dim)[region.rank]
+    with torch.no_grad():
+        parameter.to_local().copy_(full)
+
+
+def initialise(module: nn.Module, prefix: str, model: Model, seed: int, region: TensorRegion) -> None:
+    """Draw every parameter of a module whose storage exists already.
+
+    Args:
+        prefix: the module's name in the whole model.
+    """
+    padded = {id(part.weight): part.vocab_size for part in module.modules()
+              if isinstance(part, (VocabParallelEmbedding, VocabParallelOutput))}
+    for name, parameter in module.named_parameters():
+        rows = padded.get(id(parameter), parameter.shape[0])
+        value = initial_value(f"{prefix}.{name}", (rows, *parameter.shape[1:]), model, seed)
+        fill_parameter(parameter, value, region)

@@ -1,0 +1,1 @@
+"""How one model is spread over many ranks. Never imports model, data or train."""

@@ -1,0 +1,79 @@
+"""Which rank owns which token: the only place that decides it.
+
+Batch slices, position ids for rotary embeddings, ring masks and labels all ask this object.
+Pure arithmetic on numpy; needs no processes and no torch.
+
+Ranks that share a sequence are numbered ``sp_rank = ring_rank * ulysses + ulysses_rank``: the
+Ulysses ranks of one ring member hold adjacent pieces, so that gathering over Ulysses gives
+that ring member's tokens in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Ownership of the tokens ``0 .. seq_length`` of every sequence.
+
+    ``contiguous``: rank i owns one run of ``s/sp`` tokens. ``zigzag`` balances causal work over
+    the ring: the sequence is cut into ``2 * ring`` chunks and ring member r owns chunks ``r`` and
+    ``2 * ring - 1 - r``, whose concatenation its Ulysses ranks cut into contiguous pieces.
+    """
+
+    seq_length: int
+    ring: int = 1
+    ulysses: int = 1
+    kind: str = "contiguous"
+
+    def __post_init__(self) -> None:
+        assert self.kind in ("contiguous", "zigzag"), self.kind
+        assert self.seq_length % self.divisor == 0, f"{self.seq_length} tokens do not divide by {self.divisor}"
+
+    @property
+    def sp(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def divisor(self) -> int:
+        """The sequence length must be a multiple of this."""
+        return self.sp * 2 if self.kind == "zigzag" and self.ring > 1 else self.sp
+
+    @property
+    def local_length(self) -> int:
+        """Tokens per rank, ``s/sp``."""
+        return self.seq_length // self.sp
+
+    def ring_ranges(self, ring_rank: int) -> tuple[Range, ...]:
+        """Token ranges that one ring member's Ulysses ranks own together, in order."""
+        if self.kind == "contiguous" or self.ring == 1:
+            size = self.seq_length // self.ring
+            return ((ring_rank * size, (ring_rank + 1) * size),)
+        chunk = self.seq_length // (2 * self.ring)
+        late = 2 * self.ring - 1 - ring_rank
+        return (ring_rank * chunk, (ring_rank + 1) * chunk), (late * chunk, (late + 1) * chunk)
+
+    def ranges(self, sp_rank: int) -> tuple[Range, ...]:
+        """Half-open token ranges that ``sp_rank`` owns, in the order of its local tokens."""
+        ring_rank, ulysses_rank = divmod(sp_rank, self.ulysses)
+        skip, want = ulysses_rank * self.local_length, self.local_length
+        owned: list[Range] = []
+        for start, stop in self.ring_ranges(ring_rank):
+            first = start + skip
+            last = min(stop, first + want)
+            skip = max(0, skip - (stop - start))
+            if first < last:
+                owned.append((first, last))
+                want -= last - first
+        return tuple(owned)
+
+    def positions(self, sp_rank: int) -> npt.NDArray[np.int64]:
+        """Global position of each local token, int64 ``[s/sp]``."""
+        return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in self.ranges(sp_rank)])

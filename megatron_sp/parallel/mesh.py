@@ -1,0 +1,148 @@
+"""Who is where: the five axes, the views on them, and every process group.
+
+Axes from outer to inner: ``pp, dp, ring, ulysses, tp`` (the chattiest on the nearest ranks).
+Views: ``sp`` = ring x ulysses (ranks that share a sequence), ``fsdp`` = dp x ring x ulysses (ranks
+that hold the same part of the model), ``world``. ``Grid`` is the arithmetic alone; ``ParallelMesh``
+adds the process groups and is passed by argument. No other module creates a group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_sp.config.schema import Parallel
+
+AXES = ("pp", "dp", "ring", "ulysses", "tp")
+VIEWS = {"sp": ("ring", "ulysses"), "fsdp": ("dp", "ring", "ulysses"), "world": AXES}
+
+
+class Grid:
+    """Rank arithmetic on the five axes; needs no processes."""
+
+    def __init__(self, parallel: Parallel):
+        self.sizes = {"pp": parallel.pp, "dp": parallel.dp, "ring": parallel.ring, "ulysses": parallel.ulysses,
+                      "tp": parallel.tp}
+        self.world_size = math.prod(self.sizes.values())
+        assert self.world_size == parallel.world_size, (self.sizes, parallel.world_size)
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """The axes behind an axis or a view, outer to inner."""
+        return VIEWS.get(name, (name,))
+
+    def size(self, name: str) -> int:
+        return math.prod(self.sizes[axis] for axis in self.axes(name))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a global rank on each axis."""
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, self.sizes[axis])
+        return place
+
+    def rank_at(self, place: dict[str, int]) -> int:
+        """Global rank at a position on each axis."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * self.sizes[axis] + place[axis]
+        return rank
+
+    def rank_in(self, name: str, rank: int) -> int:
+        """Position of a global rank within an axis or view."""
+        place, index = self.coordinates(rank), 0
+        for axis in self.axes(name):
+            index = index * self.sizes[axis] + place[axis]
+        return index
+
+    def ranks(self, name: str, rank: int) -> list[int]:
+        """Global ranks that differ from ``rank`` only along an axis or view, in order."""
+        place, axes = self.coordinates(rank), self.axes(name)
+        spots = itertools.product(*(range(self.sizes[axis]) for axis in axes))
+        return [self.rank_at(place | dict(zip(axes, spot))) for spot in spots]
+
+    def partition(self, name: str) -> list[list[int]]:
+        """All groups of an axis or view; together they hold every rank once."""
+        groups = {tuple(self.ranks(name, rank)) for rank in range(self.world_size)}
+        return [list(group) for group in sorted(groups)]
+
+
+class ParallelMesh:
+    """Sizes, coordinates and process groups of this rank; see the module's text for the names."""
+
+    def __init__(self, parallel: Parallel, device: torch.device):
+        self.grid = Grid(parallel)
+        self.global_rank = dist.get_rank()
+        self.device = device
+        self._groups = self._create_groups(timedelta(minutes=parallel.distributed_timeout_minutes))
+        shard = parallel.fsdp if parallel.fsdp_size == 0 else parallel.fsdp_size
+        if parallel.zero_stage == 0:
+            shard = 1
+        # Parameters live on this mesh: split over tp, sharded over `shard`, copied over `replicate`.
+        self.weights: DeviceMesh = init_device_mesh(
+            device.type, (parallel.pp, parallel.fsdp // shard, shard, parallel.tp),
+            mesh_dim_names=("pp", "replicate", "shard", "tp"))
+
+    @classmethod
+    def build(cls, parallel: Parallel, device: torch.device | None = None) -> ParallelMesh:
+        """Create the groups of a validated layout.
+
+        Args:
+            parallel: the resolved section; its world size must be the process group's.
+            device: this rank's device; default CPU.
+        """
+        assert dist.is_initialized() and dist.get_world_size() == parallel.world_size
+        return cls(parallel, device or torch.device("cpu"))
+
+    def _create_groups(self, timeout: timedelta) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """One group per distinct set of ranks; axes and views with the same ranks share it."""
+        wanted = sorted({tuple(group) for name in (*AXES, *VIEWS) for group in self.grid.partition(name)})
+        mine = {}
+        for ranks in wanted:  # every rank creates every group, in the same order
+            group = dist.group.WORLD if len(ranks) == self.grid.world_size else dist.new_group(list(ranks), timeout)
+            if self.global_rank in ranks:
+                assert group is not None
+                mine[ranks] = group
+        return mine
+
+    def size(self, name: str) -> int:
+        """Number of ranks along an axis or view."""
+        return self.grid.size(name)
+
+    def rank(self, name: str) -> int:
+        """This rank's place along an axis or view."""
+        return self.grid.rank_in(name, self.global_rank)
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """This rank's process group along an axis or view."""
+        return self._groups[tuple(self.grid.ranks(name, self.global_rank))]
+
+    def is_first(self, *names: str) -> bool:
+        """Whether this rank is at place 0 along all of these."""
+        return all(self.rank(name) == 0 for name in names)
+
+    def sum_over(self, value: torch.Tensor | float, *names: str) -> torch.Tensor:
+        """Sum over the ranks along all of these axes or views; a new tensor."""
+        return self._reduce(value, dist.ReduceOp.SUM, names)
+
+    def max_over(self, value: torch.Tensor | float, *names: str) -> torch.Tensor:
+        """Largest over the ranks along all of these axes or views; a new tensor."""
+        return self._reduce(value, dist.ReduceOp.MAX, names)
+
+    def _reduce(self, value: torch.Tensor | float, op: dist.ReduceOp.RedOpType, names: tuple[str, ...]) -> torch.Tensor:
+        result = torch.as_tensor(value, device=self.device).detach().clone()
+        for name in names:
+            if self.size(name) > 1:
+                dist.all_reduce(result, op, group=self.group(name))
+        return result
+
+    def destroy(self) -> None:
+        """Give up the groups made here (a program that builds several meshes in turn needs it)."""
+        for group in self._groups.values():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self._groups = {}

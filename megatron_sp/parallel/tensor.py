@@ -1,0 +1,174 @@
+"""Tensor parallelism: linear layers and embedding split by rows and columns over ``tp``.
+
+Parameters are *stored* as DTensors on the tp mesh (also at tp = 1, so that optimizer, clipping and
+checkpoints know one form) and *computed on* as local tensors. Communication happens only where
+a ``TensorRegion`` is entered and left (Shoeybi et al., arXiv 1909.08053, section 3); with
+``megatron_sp`` the activations outside the region are split over the tokens
+(Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from megatron_sp.parallel.collectives import copy_to_group, gather_sequence, reduce_from_group, reduce_scatter_sequence
+from megatron_sp.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class TensorRegion:
+    """The way into and out of a tensor-parallel region, and where its weights are stored.
+
+    Inside the region every rank sees all of its sequence shard's tokens and a part of the
+    features. Outside, activations are equal on all tp ranks, or split over tokens (``megatron_sp``).
+    """
+
+    mesh: DeviceMesh  # the tp axis of ParallelMesh.weights
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+    megatron_sp: bool
+
+    @classmethod
+    def of(cls, mesh: ParallelMesh, megatron_sp: bool) -> TensorRegion:
+        size = mesh.size("tp")
+        return cls(mesh.weights["tp"], mesh.group("tp"), size, mesh.rank("tp"), megatron_sp and size > 1)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, t(/tp), h] -> [b, t, h], gradients summed on the way back."""
+        if self.size == 1:
+            return x
+        return gather_sequence(x, self.group) if self.megatron_sp else copy_to_group(x, self.group)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """Partial [b, t, h] -> summed [b, t(/tp), h]."""
+        if self.size == 1:
+            return x
+        return reduce_scatter_sequence(x, self.group) if self.megatron_sp else reduce_from_group(x, self.group)
+
+    def outside_tokens(self, num_tokens: int) -> tuple[int, int]:
+        """Offset and number of the tokens this rank holds outside the region, of ``num_tokens`` inside."""
+        if not self.megatron_sp:
+            return 0, num_tokens
+        piece = num_tokens // self.size
+        return self.rank * piece, piece
+
+    def parameter(self, local_shape: tuple[int, ...], placement: Placement, dtype: torch.dtype) -> nn.Parameter:
+        """An uninitialised parameter of this local shape, stored on the tp mesh."""
+        local = torch.empty(local_shape, dtype=dtype)
+        return nn.Parameter(DTensor.from_local(local, self.mesh, [placement], run_check=False))
+
+
+def local_weight(parameter: torch.Tensor, *, partial_grad: bool = False) -> torch.Tensor:
+    """The part of a parameter this rank computes with.
+
+    Args:
+        partial_grad: the ranks' gradients of a replicated parameter are parts of a sum (each saw
+            other tokens or other heads) and must be added over tp.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()] if partial_grad else None)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the rows of W (output features) split over tp; used inside a region.
+
+    Args:
+        in_features, out_features: full sizes.
+        replicate_rows: instead of splitting, keep W whole on every rank and compute only these
+            output rows ``(start, stop)`` (key/value heads that tp does not divide). Their gradients are
+            parts of a sum over tp.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, region: TensorRegion, dtype: torch.dtype,
+                 replicate_rows: tuple[int, int] | None = None):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.rows = replicate_rows
+        rows = out_features if replicate_rows else out_features // region.size
+        placement: Placement = Replicate() if replicate_rows else Shard(0)
+        self.weight = region.parameter((rows, in_features), placement, dtype)
+        self.bias = region.parameter((rows,), placement, dtype) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, t, in] -> [b, t, out/tp]"""
+        weight = local_weight(self.weight, partial_grad=self.rows is not None)
+        bias = None if self.bias is None else local_weight(self.bias, partial_grad=self.rows is not None)
+        if self.rows is not None:
+            weight = weight[slice(*self.rows)]
+            bias = None if bias is None else bias[slice(*self.rows)]
+        return F.linear(x, weight, bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the columns of W (input features) split over tp; leaves the region."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, region: TensorRegion, dtype: torch.dtype):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.region = region
+        self.weight = region.parameter((out_features, in_features // region.size), Shard(1), dtype)
+        self.bias = region.parameter((out_features,), Replicate(), dtype) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, t, in/tp] -> [b, t(/tp), out]"""
+        if self.bias is None:
+            return self.region.leave(F.linear(x, local_weight(self.weight)))
+        bias = local_weight(self.bias, partial_grad=self.region.megatron_sp)
+        if self.region.size == 1:
+            return F.linear(x, local_weight(self.weight), bias)
+        return self.region.leave(F.linear(x, local_weight(self.weight))) + bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding with the vocabulary split over tp; leaves the region.
+
+    ``vocab_size`` real rows are stored in ``padded_size`` rows; the padding stays zero.
+    """
+
+    def __init__(self, vocab_size: int, padded_size: int, width: int, *, region: TensorRegion, dtype: torch.dtype):
+        super().__init__()
+        self.vocab_size, self.padded_size, self.width = vocab_size, padded_size, width
+        self.region = region
+        self.weight = region.parameter((padded_size // region.size, width), Shard(0), dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[b, t] -> [b, t(/tp), h]"""
+        weight = local_weight(self.weight)
+        if self.region.size == 1:
+            return F.embedding(tokens, weight)
+        rows = weight.shape[0]
+        local = tokens - self.region.rank * rows
+        mine = (local >= 0) & (local < rows)
+        embedded = F.embedding(local.clamp(0, rows - 1), weight) * mine.unsqueeze(-1)
+        return self.region.leave(embedded)
+
+
+class VocabParallelOutput(nn.Module):
+    """Logits with the vocabulary split over tp; enters the region.
+
+    Args:
+        tied: no weight of its own; the embedding's is given at each call.
+    """
+
+    def __init__(self, vocab_size: int, padded_size: int, width: int, *, region: TensorRegion, dtype: torch.dtype,
+                 tied: bool):
+        super().__init__()
+        self.vocab_size, self.padded_size, self.width = vocab_size, padded_size, width
+        self.region = region
+        rows = padded_size // region.size
+        self.weight = None if tied else region.parameter((rows, width), Shard(0), dtype)
+
+    def forward(self, x: torch.Tensor, tied_weight: torch.Tensor | None = None) -> torch.Tensor:
+        """[b, t(/tp), h] -> [b, t, v/tp]"""
+        weight = self.weight if self.weight is not None else tied_weight
+        assert weight is not None
+        return F.linear(self.region.enter(x), local_weight(weight))

@@ -1,0 +1,62 @@
+"""ZeRO over the data- and sequence-parallel ranks together, through FSDP2.
+
+Rajbhandari et al. (arXiv 1910.02054) by way of ``torch.distributed.fsdp.fully_shard``. The weights
+mesh decides: stage 0 has a ``shard`` axis of 1 and copies over ``replicate``; the other stages
+shard over all of fsdp or, with ``--fsdp-size N``, over N ranks and copy across them (hybrid).
+
+| stage | after forward | gradients leave the rank | sharded |
+|---|---|---|---|
+| 0 | parameters kept | at the last microbatch | nothing |
+| 1 | parameters kept | at the last microbatch | optimizer states (and fp32 master weights) |
+| 2 | parameters kept | at every microbatch | also gradients |
+| 3 | parameters dropped | at every microbatch | also parameters |
+
+Gradients are summed, never averaged: the loss is divided once, by the global token count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron_sp.config.schema import Parallel, Precision
+from megatron_sp.parallel.mesh import ParallelMesh
+
+
+class ZeroSharding:
+    """Wraps the parts of a model, innermost first, then the model itself."""
+
+    def __init__(self, parallel: Parallel, precision: Precision, mesh: ParallelMesh):
+        self.mesh = mesh.weights["replicate", "shard"]
+        self.drop_after_forward = parallel.zero_stage == 3
+        self.policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if precision.dtype != "float32":
+            reduce = torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32
+            self.policy = MixedPrecisionPolicy(getattr(torch, precision.dtype), reduce, cast_forward_inputs=False)
+        # One rank in fp32 has nothing to shard, to sum or to cast.
+        self.is_needed = mesh.size("fsdp") > 1 or precision.dtype != "float32"
+
+    def wrap(self, modules: nn.Module | Sequence[nn.Module], *, keep: bool = False) -> None:
+        """Shard these modules' parameters as one unit.
+
+        Args:
+            keep: stay gathered after forward at every stage (needed again at once in backward, or shared).
+        """
+        if not self.is_needed:
+            return
+        drop = self.drop_after_forward and not keep
+        unit = modules if isinstance(modules, nn.Module) else list(modules)
+        fully_shard(unit, mesh=self.mesh, mp_policy=self.policy, reshard_after_forward=drop)
+        for module in [unit] if isinstance(unit, nn.Module) else unit:
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def synchronize_gradients(model: nn.Module, zero_stage: int, *, is_last_microbatch: bool) -> None:
+    """Decide before a backward pass whether its gradients are summed over ranks now."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(zero_stage >= 2 or is_last_microbatch)

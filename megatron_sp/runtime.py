@@ -1,0 +1,109 @@
+"""Process start and stop: environment variables, process group, device, exit codes.
+
+The only module that reads environment variables. Importing it does not import torch, so that a
+mistake on the command line is reported before anything heavy happens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron_sp.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_sp.config.schema import Parallel
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the launcher says about this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    launched: bool = False
+
+
+def launch_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Rank, world size and local rank from torchrun, or one plain process.
+
+    Raises:
+        ConfigError: some of the variables are set but not all, or they contradict each other.
+    """
+    variables = os.environ if variables is None else variables
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    found = {name: variables[name] for name in names if variables.get(name)}
+    if "RANK" not in found and "WORLD_SIZE" not in found:
+        return Environment()
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in found]
+    if missing:
+        raise ConfigError(f"the launcher set {', '.join(found)} but not {', '.join(missing)}; start with torchrun, "
+                          f"or unset {', '.join(found)} for one plain process")
+    try:
+        rank, world = int(found["RANK"]), int(found["WORLD_SIZE"])
+        local = int(found.get("LOCAL_RANK", rank))
+    except ValueError:
+        raise ConfigError(f"the launcher's variables are not whole numbers: {found}") from None
+    if not 0 <= rank < world:
+        raise ConfigError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world}")
+    return Environment(rank, world, local, launched=True)
+
+
+def start(parallel: Parallel, environment: Environment) -> torch.device:
+    """Join the process group and take a device.
+
+    Without a launcher a group of one is made, so that one process runs the same code as many.
+    A group that exists already is used as it is.
+
+    Returns:
+        This rank's device: its GPU with the nccl backend, else the CPU.
+    """
+    import torch
+    import torch.distributed as dist
+
+    backend = parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("--distributed-backend nccl needs a GPU and none is visible; leave the flag out or use gloo")
+    device = torch.device("cpu")
+    if backend == "nccl":
+        if environment.local_rank >= torch.cuda.device_count():
+            raise ConfigError(f"local rank {environment.local_rank} has no GPU: {torch.cuda.device_count()} visible; "
+                              "start at most one process per GPU or pass --distributed-backend gloo")
+        device = torch.device("cuda", environment.local_rank)
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        if environment.launched:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def stop() -> None:
+    """Leave the process group, all ranks together."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()  # a rank that leaves early makes its peers' last collective fail
+        dist.destroy_process_group()
+
+
+def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run a program's ``main(argv)`` and exit; a user's mistake is printed once and exits with 2."""
+    try:
+        code = main(sys.argv[1:]) or 0
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    except BrokenPipeError:
+        code = 0
+    sys.exit(code)
