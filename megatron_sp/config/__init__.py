@@ -1,0 +1,1 @@
+"""The configuration: flags, checks and derived values. Imports no torch."""

@@ -1,0 +1,79 @@
+"""Lowest and highest values of single fields; whatever involves two fields is in checks.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Bound(NamedTuple):
+    """An interval; an open end excludes the limit itself."""
+
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = False
+    high_open: bool = False
+
+    def problem(self, value: float) -> str:
+        """A sentence fragment when ``value`` is outside, else ""."""
+        if self.low is not None and (value < self.low or (self.low_open and value == self.low)):
+            return f"must be {'above' if self.low_open else 'at least'} {self.low:g}"
+        if self.high is not None and (value > self.high or (self.high_open and value == self.high)):
+            return f"must be {'below' if self.high_open else 'at most'} {self.high:g}"
+        return ""
+
+
+POSITIVE_INT = Bound(low=1)
+NOT_NEGATIVE = Bound(low=0)
+POSITIVE = Bound(low=0, low_open=True)
+SHARE = Bound(low=0, high=1, high_open=True)
+
+
+def _bounds(bound: Bound, section: str, names: str) -> dict[str, Bound]:
+    return {f"{section}.{name}": bound for name in names.split()}
+
+
+#: ``section.field`` -> what a value on the command line must satisfy.
+BOUNDS: dict[str, Bound] = {
+    **_bounds(POSITIVE_INT, "model", "num_layers hidden_size num_attention_heads num_query_groups kv_channels "
+              "ffn_hidden_size max_position_embeddings make_vocab_size_divisible_by vocab_size padded_vocab_size"),
+    **_bounds(POSITIVE, "model", "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor norm_epsilon "
+              "init_method_std embedding_init_method_std"),
+    "model.rotary_percent": Bound(low=0, high=1, low_open=True),
+    **_bounds(SHARE, "model", "attention_dropout hidden_dropout"),
+    **_bounds(POSITIVE_INT, "parallel", "tp pp ulysses ring fsdp_size"),
+    "parallel.zero_stage": Bound(low=0, high=3),
+    "parallel.distributed_timeout_minutes": POSITIVE,
+    **_bounds(POSITIVE, "precision", "loss_scale initial_loss_scale min_loss_scale"),
+    **_bounds(POSITIVE_INT, "precision", "loss_scale_window hysteresis"),
+    "data.seq_length": POSITIVE_INT,
+    "data.num_workers": NOT_NEGATIVE,
+    **_bounds(NOT_NEGATIVE, "optimizer", "weight_decay start_weight_decay end_weight_decay clip_grad"),
+    **_bounds(SHARE, "optimizer", "adam_beta1 adam_beta2 sgd_momentum"),
+    "optimizer.adam_eps": POSITIVE,
+    "schedule.lr": POSITIVE,
+    **_bounds(NOT_NEGATIVE, "schedule", "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_tokens lr_warmup_init"),
+    **_bounds(POSITIVE_INT, "schedule", "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters "
+              "lr_wsd_decay_samples"),
+    "schedule.lr_warmup_fraction": SHARE,
+    **_bounds(POSITIVE_INT, "train", "micro_batch_size global_batch_size train_iters train_samples train_tokens "
+              "exit_interval eval_interval"),
+    "train.exit_duration_in_mins": POSITIVE,
+    **_bounds(NOT_NEGATIVE, "train", "seed eval_iters"),
+    "train.rampup_batch_size": POSITIVE_INT,
+    "checkpoint.save_interval": POSITIVE_INT,
+    "checkpoint.ckpt_step": NOT_NEGATIVE,
+    **_bounds(POSITIVE_INT, "logging", "log_interval tensorboard_log_interval tensorboard_queue_size"),
+    "logging.timing_log_level": Bound(low=0, high=2),
+}
+
+
+def bound_problem(key: str, value: Any) -> str:
+    """A sentence fragment when ``value`` is out of the field's bounds, else ""."""
+    bound = BOUNDS.get(key)
+    if bound is None:
+        return ""
+    for number in value if isinstance(value, tuple) else (value,):
+        problem = bound.problem(number)
+        if problem:
+            return problem
+    return ""

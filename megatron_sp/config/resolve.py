@@ -1,0 +1,97 @@
+"""Derived values: what the command line leaves open and the rest of it decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_sp.config.schema import Data, Model, Optimizer, Parallel, Run, Schedule, Train
+from megatron_sp.errors import ConfigError
+
+
+def resolve(run: Run, world_size: int) -> Run:
+    """Fill in every value that follows from others.
+
+    Resolving a resolved run changes nothing. A run with mistakes resolves as far as it goes;
+    ``checks.check`` reports them. Two holes stay: the vocabulary sizes (see ``with_vocab``), and
+    the communication backend, which depends on the devices found.
+
+    Args:
+        world_size: number of processes.
+    """
+    parallel = _parallel(replace(run.parallel, world_size=world_size))
+    return replace(
+        run, parallel=parallel, model=_model(run.model, run.data), optimizer=_optimizer(run.optimizer),
+        schedule=_schedule(run.schedule, run.train), train=_train(run.train, parallel))
+
+
+def with_vocab(run: Run, vocab_size: int) -> Run:
+    """The run with its vocabulary sizes.
+
+    Args:
+        vocab_size: unpadded size, from the tokenizer. A larger ``--vocab-size`` counts.
+
+    Raises:
+        ConfigError: ``--vocab-size`` or ``--padded-vocab-size`` is too small, or the padded size
+            does not divide over the tensor-parallel ranks.
+    """
+    model, tp = run.model, run.parallel.tp
+    if 0 < model.vocab_size < vocab_size:
+        raise ConfigError(f"--vocab-size {model.vocab_size}: the tokenizer has {vocab_size} tokens; leave the flag "
+                          f"out, or give {vocab_size} or more.")
+    size = max(vocab_size, model.vocab_size)
+    if size < 1:
+        raise ConfigError("--vocab-size is required: neither the tokenizer nor the command line says how many tokens "
+                          "there are.")
+    padded = model.padded_vocab_size or pad(size, model.make_vocab_size_divisible_by * tp)
+    if padded < size:
+        raise ConfigError(f"--padded-vocab-size {padded} is below the vocabulary size {size}; give "
+                          f"{pad(size, tp)} or more, or leave it out.")
+    if padded % tp:
+        raise ConfigError(f"--padded-vocab-size {padded} does not divide over --tensor-model-parallel-size {tp}; "
+                          f"the next valid size is {pad(padded, tp)}.")
+    return replace(run, model=replace(model, vocab_size=size, padded_vocab_size=padded))
+
+
+def pad(size: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``size``."""
+    return -(-size // multiple) * multiple
+
+
+def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:
+    """Megatron's default width: 4 h, or with a gate int(8 h / 3 / 64) x 64 (64 at least)."""
+    return max(64, int(8 * hidden_size / 3 / 64) * 64) if gated else 4 * hidden_size
+
+
+def _parallel(parallel: Parallel) -> Parallel:
+    if parallel.fsdp_size or min(parallel.tp, parallel.pp, parallel.ulysses, parallel.ring) < 1:
+        return parallel
+    return replace(parallel, fsdp_size=parallel.fsdp)
+
+
+def _model(model: Model, data: Data) -> Model:
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    return replace(
+        model,
+        num_query_groups=model.num_query_groups or heads,
+        kv_channels=model.kv_channels or (hidden // heads if heads > 0 else 0),
+        ffn_hidden_size=model.ffn_hidden_size or (default_ffn_hidden_size(hidden, model.is_gated) if hidden else 0),
+        max_position_embeddings=model.max_position_embeddings or data.seq_length,
+        embedding_init_method_std=model.embedding_init_method_std or model.init_method_std)
+
+
+def _optimizer(optimizer: Optimizer) -> Optimizer:
+    decay = optimizer.weight_decay
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    return replace(optimizer, start_weight_decay=decay if start < 0 else start,
+                   end_weight_decay=decay if end < 0 else end)
+
+
+def _schedule(schedule: Schedule, train: Train) -> Schedule:
+    """The horizon in the unit the run counts in; the other unit stays 0."""
+    if train.train_samples and not train.train_iters:
+        return replace(schedule, lr_decay_samples=schedule.lr_decay_samples or train.train_samples)
+    return replace(schedule, lr_decay_iters=schedule.lr_decay_iters or train.train_iters)
+
+
+def _train(train: Train, parallel: Parallel) -> Train:
+    return replace(train, global_batch_size=train.global_batch_size or train.micro_batch_size * max(parallel.dp, 1))

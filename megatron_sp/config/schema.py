@@ -1,0 +1,311 @@
+"""The configuration: frozen dataclasses, one field per flag, declared once.
+
+``flags.py`` generates the command line from the fields (name, type, default, help, choices,
+other spellings), ``checks.py`` checks the values, ``resolve.py`` fills in what is derived. A
+default of 0 (or "") that the help text calls "default: ..." means *derive it*; after
+``resolve`` no such hole is left. Imports no torch, so that a wrong flag is reported at once.
+
+Words and letters: see docs/parallelism.md. Degrees end in ``_size`` on the command line and
+carry the axis name here (``tp``, ``pp``, ``ulysses``, ``ring``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def flag(default: Any, help: str, *names: str, choices: Sequence[str] = (), nargs: str | int | None = None,
+         off: str = "", metavar: str = "") -> Any:
+    """Declare a field that is a command-line flag.
+
+    Args:
+        default: value when the flag is absent. Its type decides how the flag is parsed; ``bool``
+            fields are bare switches.
+        help: one sentence; units and the derived default included.
+        names: spellings, ours first; empty means ``--field-name``. Underscore/hyphen variants
+            are accepted for every spelling.
+        choices: allowed values (compared without case).
+        nargs: argparse ``nargs`` for list-valued flags (stored as a tuple).
+        off: spelling of the negative switch of a field that is True by default.
+    """
+    return field(default=default, metadata=dict(
+        flag=True, help=help, names=names, choices=tuple(choices), nargs=nargs, off=off, metavar=metavar))
+
+
+@dataclass(frozen=True)
+class Model:
+    """Model: shape, positions, norms, activation, initialisation."""
+
+    num_layers: int = flag(0, "Number of transformer layers (required).")
+    hidden_size: int = flag(0, "Width of the residual stream (required).")
+    num_attention_heads: int = flag(0, "Number of query heads (required).")
+    num_query_groups: int = flag(0, "Number of key/value heads (GQA; 1 is MQA); default: the number of query heads. "
+                                    "--num-query-groups needs --group-query-attention beside it, as in Megatron.",
+                                 "--num-query-groups", "--num-key-value-heads")
+    kv_channels: int = flag(0, "Width of one head; default: hidden-size / num-attention-heads.")
+    ffn_hidden_size: int = flag(0, "Width of the feed-forward layer (of gate and of up each under --swiglu); "
+                                   "default: 4 x hidden-size, with --swiglu int(8/3 x hidden-size / 64) x 64.",
+                                "--ffn-hidden-size", "--intermediate-size")
+    max_position_embeddings: int = flag(0, "Longest position the model can encode; default: seq-length.")
+    position_embedding_type: str = flag("learned_absolute", "How positions enter the model.",
+                                        choices=("learned_absolute", "rope", "none"))
+    rotary_base: float = flag(10000.0, "Base of the rotary frequencies.",
+                              "--rotary-base", "--rotary-position-embeddings-theta")
+    rotary_percent: float = flag(1.0, "Share of each head that is rotated.")
+    rotary_interleaved: bool = flag(False, "Rotate neighbouring pairs (GPT-J) instead of the two halves.")
+    rotary_seq_len_interpolation_factor: float = flag(1.0, "Divide positions by this factor.")
+    use_rope_scaling: bool = flag(False, "Scale rotary frequencies by the Llama-3.1 rule.")
+    rope_scaling_factor: float = flag(8.0, "Factor of the Llama-3.1 rule.")
+    normalization: str = flag("LayerNorm", "Norm layers.", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, "Epsilon of the norm layers.", "--norm-epsilon", "--layernorm-epsilon")
+    apply_layernorm_1p: bool = flag(False, "Store norm weights as their distance from 1.")
+    activation: str = field(default="gelu", metadata=dict(
+        help="Activation; set by --swiglu, --squared-relu, --openai-gelu or --quick-gelu."))
+    add_bias_linear: bool = flag(True, "Biases in all linear layers.", off="--disable-bias-linear")
+    add_qkv_bias: bool = flag(False, "Biases in the query, key and value projections only.")
+    qk_layernorm: bool = flag(False, "Normalise queries and keys per head before the rotary embedding.")
+    untie_embeddings_and_output_weights: bool = flag(False, "Separate weights for the embedding and the output layer.")
+    init_method_std: float = flag(0.02, "Standard deviation of the initial weights; output projections get "
+                                        "std / sqrt(2 x num-layers).")
+    embedding_init_method_std: float = flag(0.0, "Standard deviation of the initial embeddings; "
+                                                 "default: init-method-std.",
+                                            "--embedding-init-method-std", "--word-embedding-init-std")
+    init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead of normal ones.")
+    attention_dropout: float = flag(0.1, "Dropout of attention probabilities.")
+    hidden_dropout: float = flag(0.1, "Dropout of the embedding and of each residual branch.")
+    make_vocab_size_divisible_by: int = flag(128, "Pad the vocabulary to a multiple of this times the tensor-parallel "
+                                                  "size; padding is never predicted.")
+    vocab_size: int = flag(0, "Vocabulary size; default: the tokenizer's. Needed by NullTokenizer and --mock-data.")
+    padded_vocab_size: int = flag(0, "Padded vocabulary size; default: derived from make-vocab-size-divisible-by.",
+                                  "--padded-vocab-size", "--pad-vocab-size-to")
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward layer has a gate (SwiGLU)."""
+        return self.activation == "swiglu"
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Parallelism: how weights, sequences, samples and states are split over ranks."""
+
+    tp: int = flag(1, "Tensor parallelism: weights split by rows and columns over this many ranks.",
+                   "--tensor-model-parallel-size")
+    pp: int = flag(1, "Pipeline parallelism: layers split into this many stages.", "--pipeline-model-parallel-size")
+    ulysses: int = flag(1, "Ulysses sequence parallelism: each sequence split over this many ranks, heads exchanged "
+                           "around attention.", "--ulysses-size", "--ds-sequence-parallel-size")
+    ring: int = flag(1, "Ring sequence parallelism: each sequence split over this many ranks, keys and values "
+                        "travel in a ring.", "--ring-size")
+    megatron_sp: bool = flag(False, "Split the activations between tensor-parallel regions over the tensor-parallel "
+                                    "ranks (Megatron's meaning of the word; not Ulysses).", "--sequence-parallel")
+    zero_stage: int = flag(0, "What is sharded over the data- and sequence-parallel ranks together: 0 nothing, 1 "
+                              "optimizer states, 2 also gradients, 3 also parameters.")
+    fsdp_size: int = flag(0, "Shard within groups of this many ranks and replicate across them (hybrid sharding); "
+                             "default: all data- and sequence-parallel ranks.")
+    stages_per_rank: int = flag(0, "Pipeline stages per rank (virtual stages); default: 1, or what the schedule needs.",
+                                "--num-virtual-stages-per-pipeline-rank")
+    layers_per_virtual_stage: int = flag(0, "Layers in each of several stages per rank, instead of their number.",
+                                         "--num-layers-per-virtual-pipeline-stage")
+    pipeline_schedule: str = flag("", "Order of the microbatches in the pipeline; default: 1f1b, with several stages "
+                                      "per rank interleaved.",
+                                  choices=("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"))
+    pipeline_layers: tuple[int, ...] = flag((), "Layers of each pipeline stage, in order; default: balanced, with "
+                                                "embedding and loss counted.", nargs="+", metavar="N")
+    distributed_backend: str = flag("", "Communication backend; default: nccl with GPUs, else gloo.",
+                                    choices=("nccl", "gloo"))
+    distributed_timeout_minutes: float = flag(10.0, "Give up on a collective operation after this many minutes.")
+    world_size: int = 1
+
+    @property
+    def sp(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ulysses * self.ring
+
+    @property
+    def dp(self) -> int:
+        """Ranks with different samples: world / (tp * pp * sp)."""
+        return self.world_size // (self.tp * self.pp * self.sp)
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that hold the same part of the model: dp * sp."""
+        return self.dp * self.sp
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Precision: compute type, loss scaling, gradient reduction."""
+
+    bf16: bool = flag(False, "Compute in bfloat16 with fp32 master weights.")
+    fp16: bool = flag(False, "Compute in float16 with fp32 master weights and loss scaling.")
+    loss_scale: float = flag(0.0, "Static fp16 loss scale; default: dynamic.")
+    initial_loss_scale: float = flag(2.0**32, "First dynamic fp16 loss scale.")
+    min_loss_scale: float = flag(1.0, "Floor of the dynamic loss scale.")
+    loss_scale_window: int = flag(1000, "Steps without overflow after which the dynamic loss scale doubles.")
+    hysteresis: int = flag(2, "Overflows tolerated before the dynamic loss scale is halved.")
+    accumulate_allreduce_grads_in_fp32: bool = flag(False, "Accumulate and reduce gradients in fp32 (always the case "
+                                                           "here unless --grad-reduce-in-bf16).")
+    grad_reduce_in_bf16: bool = flag(False, "Reduce gradients in bfloat16.")
+
+    @property
+    def dtype(self) -> str:
+        """Compute type by torch name."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Data and tokenizer."""
+
+    seq_length: int = flag(0, "Tokens in one sequence (required).", "--seq-length", "--encoder-seq-length")
+    data_path: tuple[str, ...] = flag((), "Dataset prefixes, or weights and prefixes in turn: W1 P1 W2 P2 ...",
+                                      nargs="*")
+    split: str = flag("969, 30, 1", "Shares of the documents for training, validation and test.")
+    train_data_path: tuple[str, ...] = flag((), "Training data, in the form of --data-path.", nargs="*")
+    valid_data_path: tuple[str, ...] = flag((), "Validation data, in the form of --data-path.", nargs="*")
+    test_data_path: tuple[str, ...] = flag((), "Test data, in the form of --data-path.", nargs="*")
+    mock_data: bool = flag(False, "Use made-up tokens; needs no files.")
+    data_cache_path: str = flag("", "Directory of the index cache; default: beside the data.")
+    dataloader_type: str = flag("single", "Order of the samples: single (shuffled once per epoch set, resumable) or "
+                                          "cyclic.", choices=("single", "cyclic"))
+    num_workers: int = flag(2, "Read ahead in the background when above 0.")
+    eod_mask_loss: bool = flag(False, "No loss for predictions made from an end-of-document token.")
+    tokenizer_type: str = flag("GPT2BPETokenizer", "Tokenizer.", choices=(
+        "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
+        "HuggingFaceTokenizer", "HFTokenizer", "PretrainedFromHF", "NullTokenizer"))
+    vocab_file: str = flag("", "vocab.json of GPT2BPETokenizer.", "--vocab-file", "--vocab")
+    merge_file: str = flag("", "merges.txt of GPT2BPETokenizer.")
+    tokenizer_model: str = flag("", "SentencePiece .model file, or directory of a Hugging Face tokenizer.",
+                                "--tokenizer-model", "--tokenizer-name-or-path")
+    trust_remote_code: bool = flag(False, "Let a Hugging Face tokenizer run its own code.")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Optimizer, weight decay, clipping."""
+
+    optimizer: str = flag("adam", "Optimizer; adam is AdamW.", choices=("adam", "adamw", "sgd"))
+    weight_decay: float = flag(0.01, "Weight decay (decoupled); none on biases and norm weights.")
+    start_weight_decay: float = flag(-1.0, "Weight decay at the start; default: weight-decay.")
+    end_weight_decay: float = flag(-1.0, "Weight decay at the end; default: weight-decay.")
+    weight_decay_incr_style: str = flag("constant", "How weight decay moves from start to end.",
+                                        choices=("constant", "linear", "cosine"))
+    adam_beta1: float = flag(0.9, "Adam's first beta.")
+    adam_beta2: float = flag(0.999, "Adam's second beta.")
+    adam_eps: float = flag(1e-8, "Adam's epsilon.")
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.")
+    clip_grad: float = flag(1.0, "Clip the global gradient norm to this value; 0 turns clipping off.")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning-rate schedule (counts samples)."""
+
+    lr: float = flag(0.0, "Peak learning rate (required).")
+    min_lr: float = flag(0.0, "Learning rate at the end of the decay and after it.")
+    lr_decay_style: str = flag("linear", "Shape of the decay.",
+                               choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    lr_decay_iters: int = flag(0, "Iterations until min-lr; default: train-iters.")
+    lr_decay_samples: int = flag(0, "Samples until min-lr; default: train-samples.")
+    lr_decay_tokens: int = flag(0, "Tokens until min-lr.")
+    lr_warmup_iters: int = flag(0, "Iterations of linear warm-up.")
+    lr_warmup_samples: int = flag(0, "Samples of linear warm-up.")
+    lr_warmup_tokens: int = flag(0, "Tokens of linear warm-up.")
+    lr_warmup_fraction: float = flag(0.0, "Warm-up as a share of the decay horizon.")
+    lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.")
+    lr_wsd_decay_style: str = flag("exponential", "Shape of the final decay of WSD.",
+                                   choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_wsd_decay_iters: int = flag(0, "Iterations of the final decay of WSD.")
+    lr_wsd_decay_samples: int = flag(0, "Samples of the final decay of WSD.")
+    override_opt_param_scheduler: bool = flag(False, "On resume use the command line's schedule, not the checkpoint's.",
+                                              "--override-opt_param-scheduler", "--override-lr-scheduler")
+    use_checkpoint_opt_param_scheduler: bool = flag(False, "On resume use the checkpoint's schedule.",
+                                                    "--use-checkpoint-opt_param-scheduler")
+
+
+@dataclass(frozen=True)
+class Train:
+    """Training: batch, length, evaluation, recompute, stopping."""
+
+    micro_batch_size: int = flag(1, "Sequences per microbatch and data-parallel rank.")
+    global_batch_size: int = flag(0, "Sequences per optimizer step; default: micro-batch-size x data-parallel size.")
+    rampup_batch_size: tuple[int, ...] = flag((), "START INCREMENT SAMPLES: grow the global batch size from START by "
+                                                  "INCREMENT up to global-batch-size over SAMPLES (needs "
+                                                  "--train-samples).", nargs=3, metavar="N")
+    decrease_batch_size_if_needed: bool = flag(False, "Round the global batch size down to a multiple of "
+                                                      "micro-batch-size x data-parallel size.")
+    train_iters: int = flag(0, "Iterations to train for (this or --train-samples is required).")
+    train_samples: int = flag(0, "Samples to train for.")
+    train_tokens: int = flag(0, "Stop also after this many tokens.")
+    exit_interval: int = flag(0, "Save and exit after an iteration divisible by this.")
+    exit_duration_in_mins: float = flag(0.0, "Save and exit after this many minutes.")
+    exit_signal_handler: bool = flag(True, "Save and exit on SIGTERM (always on; accepted for compatibility).")
+    seed: int = flag(1234, "Seed of weights, dropout and data order.")
+    eval_interval: int = flag(1000, "Iterations between evaluations.")
+    eval_iters: int = flag(100, "Global batches per evaluation; 0: no validation and no test.")
+    skip_train: bool = flag(False, "Evaluate only.")
+    recompute_granularity: str = flag("", "Recompute activations in backward: full layers; default: none.",
+                                      choices=("full", "selective"))
+    attention_backend: str = flag("auto", "Attention core: auto, sdpa (torch's fused attention) or unfused (the "
+                                          "quadratic reference).", "--attention-core",
+                                  choices=("auto", "sdpa", "unfused"))
+    check_for_nan_in_loss_and_grad: bool = flag(True, "Stop when loss or gradient norm is not finite.",
+                                                off="--no-check-for-nan-in-loss-and-grad")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Checkpoints."""
+
+    save: str = flag("", "Directory for checkpoints, metrics and the resolved configuration.")
+    load: str = flag("", "Directory to resume from; nothing there: start afresh with a warning.")
+    save_interval: int = flag(0, "Iterations between checkpoints (required with --save).")
+    ckpt_step: int = flag(0, "Load this iteration instead of the newest.")
+    exit_on_missing_checkpoint: bool = flag(False, "Exit with an error when --load has nothing to load.")
+
+
+@dataclass(frozen=True)
+class Logging:
+    """Logging."""
+
+    log_interval: int = flag(100, "Iterations between log lines.")
+    log_throughput: bool = flag(False, "Add TFLOP/s per device to the log line.")
+    log_progress: bool = flag(False, "Append to progress.txt in the save directory.")
+    log_params_norm: bool = flag(False, "Log the global norm of the parameters.")
+    log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradient.")
+    timing_log_level: int = flag(0, "0: step time; 1: also the parts of a step; 2: also per microbatch.")
+    tensorboard_dir: str = flag("", "Write TensorBoard events here.")
+    tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.")
+    tensorboard_queue_size: int = flag(1000, "TensorBoard's queue of pending events.")
+    log_timers_to_tensorboard: bool = flag(False, "Timers to TensorBoard.")
+    log_batch_size_to_tensorboard: bool = flag(False, "Batch size to TensorBoard (always there).")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "Validation perplexity to TensorBoard.")
+    log_memory_to_tensorboard: bool = flag(False, "Memory to TensorBoard.")
+    log_loss_scale_to_tensorboard: bool = flag(True, "Loss scale to TensorBoard.",
+                                               off="--no-log-loss-scale-to-tensorboard")
+    wandb_project: str = flag("", "Weights & Biases project; turns it on.",
+                              "--wandb-project", "--wandb-project-name")
+    wandb_exp_name: str = flag("", "Weights & Biases run name.", "--wandb-exp-name", "--wandb-name")
+    wandb_entity: str = flag("", "Weights & Biases entity.", "--wandb-entity", "--wandb-entity-name")
+    wandb_save_dir: str = flag("", "Weights & Biases directory; default: SAVE/wandb.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The whole configuration of one run."""
+
+    model: Model = field(default_factory=Model)
+    parallel: Parallel = field(default_factory=Parallel)
+    precision: Precision = field(default_factory=Precision)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    logging: Logging = field(default_factory=Logging)

@@ -1,0 +1,89 @@
+"""Words of the command line turned into values: numbers, choices, paths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+QUOTES = "'\""
+
+
+def strip_quotes(text: str) -> str:
+    """Remove literal quotes around a value; shell scripts leave them behind (``--split '99,1,0'``)."""
+    text = text.strip()
+    while len(text) >= 2 and text[0] == text[-1] and text[0] in QUOTES:
+        text = text[1:-1].strip()
+    return text
+
+
+def parse_int(text: str) -> int:
+    """A whole number: ``64``, ``220_000_000``, ``1e6`` or ``1.0``.
+
+    Raises:
+        ValueError: with a sentence fragment saying what is expected.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+    if not math.isfinite(number) or number != int(number):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(number)
+
+
+def parse_float(text: str) -> float:
+    """A finite number.
+
+    Raises:
+        ValueError: with a sentence fragment saying what is expected.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{text!r} is not a finite number")
+    return number
+
+
+def _fold(text: str) -> str:
+    return text.lower().replace("_", "-")
+
+
+def parse_choice(text: str, choices: Sequence[str], synonyms: dict[str, str] | None = None) -> str:
+    """The schema's spelling of a choice, compared without case, hyphen and underscore alike.
+
+    Args:
+        synonyms: other people's words (folded to lower case with hyphens) for one of ``choices``.
+
+    Raises:
+        ValueError: with a sentence fragment listing the choices.
+    """
+    word = (synonyms or {}).get(_fold(text), text)
+    for choice in choices:
+        if _fold(choice) == _fold(word):
+            return choice
+    raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+
+
+def parse_words(texts: Sequence[str]) -> tuple[str, ...]:
+    """Words of a list-valued flag; an element that holds several words (a quoted "1.0 P") is split."""
+    words: list[str] = []
+    for text in texts:
+        words += [strip_quotes(word) for word in strip_quotes(text).split()]
+    return tuple(word for word in words if word)
+
+
+def nearest_multiples(value: int, step: int) -> tuple[int, ...]:
+    """The multiples of ``step`` just below (if positive) and just above ``value``."""
+    below = value // step * step
+    return tuple(number for number in (below, below + step) if number > 0)
+
+
+def either(numbers: Sequence[int]) -> str:
+    """``8 or 16``."""
+    return " or ".join(str(number) for number in numbers)

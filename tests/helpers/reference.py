@@ -1,0 +1,190 @@
+"""The reference of all exactness tests: a GPT written plainly from its mathematics.
+
+One process, whole sequences, whole weights, no parallel code, no module of the framework but the
+types of its configuration. Letters: B batch, s sequence, h hidden, n query heads, g key/value heads,
+d head width, V vocabulary (unpadded). Weights are ``[out, in]`` under the framework's parameter names.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_sp.config.schema import Model, Run
+
+Weights = dict[str, Tensor]
+
+
+def reference_loss(weights: Weights, run: Run, tokens: Tensor, labels: Tensor,
+                   positions: Tensor | None = None) -> tuple[Tensor, int]:
+    """Loss of a whole batch.
+
+    Args:
+        weights: full tensors by parameter name, of any floating type, which is the type of the computation.
+        tokens: ``[B, s]`` int64.
+        labels: ``[B, s]`` int64, -100 where no loss is taken.
+        positions: ``[B, s]`` int64; default 0 .. s-1.
+
+    Returns:
+        The sum of the losses of the valid tokens in nats, and their number.
+    """
+    logits = reference_logits(weights, run.model, tokens, positions)  # [B, s, V]
+    log_probabilities = logits - torch.logsumexp(logits, dim=-1, keepdim=True)
+    valid = labels != -100
+    picked = log_probabilities[valid].gather(-1, labels[valid].unsqueeze(-1))  # [valid, 1]
+    return -picked.sum(), int(valid.sum())
+
+
+def reference_logits(weights: Weights, model: Model, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """``[B, s, V]`` logits of ``[B, s]`` tokens, without dropout."""
+    if positions is None:
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    x = weights["embedding.word.weight"][tokens]  # [B, s, h]
+    if model.position_embedding_type == "learned_absolute":
+        x = x + weights["embedding.position.weight"][positions]
+    for index in range(model.num_layers):
+        x = reference_block(weights, f"layers.{index}", model, x, positions)
+    x = _norm(weights, "final_norm", model, x)
+    tied = not model.untie_embeddings_and_output_weights
+    return x @ weights["embedding.word.weight" if tied else "output.weight"].T
+
+
+def reference_block(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor) -> Tensor:
+    """One layer: ``[B, s, h]`` to ``[B, s, h]``."""
+    x = x + _attention(weights, f"{name}.attention", model, _norm(weights, f"{name}.input_norm", model, x), positions)
+    return x + _mlp(weights, f"{name}.mlp", model, _norm(weights, f"{name}.post_attention_norm", model, x))
+
+
+def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    y = x @ weights[f"{name}.weight"].T
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+def _norm(weights: Weights, name: str, model: Model, x: Tensor) -> Tensor:
+    weight = weights[f"{name}.weight"] + (1 if model.apply_layernorm_1p else 0)
+    if model.normalization == "LayerNorm":
+        x = x - x.mean(dim=-1, keepdim=True)
+    x = x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + model.norm_epsilon) * weight
+    return x + weights[f"{name}.bias"] if f"{name}.bias" in weights else x
+
+
+def _attention(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor) -> Tensor:
+    """Causal attention; query head i reads key/value head ``i * g // n``."""
+    n, g, d = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    batch, length, _ = x.shape
+    q = _linear(weights, f"{name}.query", x).view(batch, length, n, d)
+    k = _linear(weights, f"{name}.key", x).view(batch, length, g, d)
+    v = _linear(weights, f"{name}.value", x).view(batch, length, g, d)
+    if model.qk_layernorm:
+        q, k = _norm(weights, f"{name}.query_norm", model, q), _norm(weights, f"{name}.key_norm", model, k)
+    if model.position_embedding_type == "rope":
+        q, k = _rotate(q, positions, model), _rotate(k, positions, model)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    outputs = []
+    for head in range(n):
+        group = head * g // n
+        scores = q[:, :, head] @ k[:, :, group].transpose(1, 2) / math.sqrt(d)  # [B, s, s]
+        probabilities = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+        outputs.append(probabilities @ v[:, :, group])  # [B, s, d]
+    return _linear(weights, f"{name}.output", torch.cat(outputs, dim=-1))
+
+
+def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
+    """Rotary embedding of ``[B, s, heads, d]``: each pair of channels turns by position x frequency.
+
+    The first ``rotary_percent`` of the channels turn. Pair j is channels (j, j + half), or (2j, 2j+1)
+    when interleaved.
+    """
+    turned = int(x.shape[-1] * model.rotary_percent)
+    angles = positions.double()[..., None] * rotary_frequencies(turned, model)  # [B, s, turned/2]
+    cos, sin = (part.to(x.dtype).unsqueeze(2) for part in (angles.cos(), angles.sin()))
+    if model.rotary_interleaved:
+        first, second = x[..., 0:turned:2], x[..., 1:turned:2]
+    else:
+        first, second = x[..., :turned // 2], x[..., turned // 2:turned]
+    new_first, new_second = first * cos - second * sin, second * cos + first * sin
+    if model.rotary_interleaved:
+        rotated = torch.stack((new_first, new_second), dim=-1).flatten(-2)
+    else:
+        rotated = torch.cat((new_first, new_second), dim=-1)
+    return torch.cat((rotated, x[..., turned:]), dim=-1)
+
+
+def rotary_frequencies(turned: int, model: Model) -> Tensor:
+    """``[turned/2]`` radians per position in fp64: ``base^(-2j/turned)``, scaled as configured.
+
+    Llama-3.1 scaling: wavelengths above 8192 tokens are stretched by the factor, those below 2048 kept,
+    those between blended by how many turns fit into 8192 tokens (1 to 4).
+    """
+    frequencies = []
+    for pair in range(turned // 2):
+        frequency = model.rotary_base ** (-2 * pair / turned)
+        if model.use_rope_scaling:
+            turns = 8192 * frequency / (2 * math.pi)
+            keep = min(max((turns - 1) / (4 - 1), 0.0), 1.0)
+            frequency *= keep + (1 - keep) / model.rope_scaling_factor
+        frequencies.append(frequency / model.rotary_seq_len_interpolation_factor)
+    return torch.tensor(frequencies, dtype=torch.float64)
+
+
+def _mlp(weights: Weights, name: str, model: Model, x: Tensor) -> Tensor:
+    up = _linear(weights, f"{name}.up", x)
+    if model.activation == "swiglu":
+        gate = _linear(weights, f"{name}.gate", x)
+        return _linear(weights, f"{name}.down", gate * torch.sigmoid(gate) * up)
+    if model.activation == "gelu":
+        active = 0.5 * up * (1 + torch.erf(up / math.sqrt(2)))
+    elif model.activation == "openai_gelu":
+        active = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+    elif model.activation == "quick_gelu":
+        active = up * torch.sigmoid(1.702 * up)
+    elif model.activation == "squared_relu":
+        active = torch.clamp(up, min=0) ** 2
+    else:
+        raise ValueError(f"no reference for the activation {model.activation!r}")
+    return _linear(weights, f"{name}.down", active)
+
+
+def weight_shapes(run: Run) -> dict[str, tuple[int, ...]]:
+    """Logical shape of every parameter (vocabulary unpadded), by name."""
+    model = run.model
+    h, f, d = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    n, g, vocabulary = model.num_attention_heads, model.num_query_groups, model.vocab_size
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (vocabulary, h)}
+    if model.position_embedding_type == "learned_absolute":
+        shapes["embedding.position.weight"] = (model.max_position_embeddings, h)
+    qkv_bias, bias = model.add_bias_linear or model.add_qkv_bias, model.add_bias_linear
+    linears = [("attention.query", n * d, h, qkv_bias), ("attention.key", g * d, h, qkv_bias),
+               ("attention.value", g * d, h, qkv_bias), ("attention.output", h, n * d, bias),
+               ("mlp.up", f, h, bias), ("mlp.down", h, f, bias)]
+    if model.activation == "swiglu":
+        linears.append(("mlp.gate", f, h, bias))
+    norms = [("final_norm", h)]
+    for index in range(model.num_layers):
+        for name, out, into, has_bias in linears:
+            shapes[f"layers.{index}.{name}.weight"] = (out, into)
+            if has_bias:
+                shapes[f"layers.{index}.{name}.bias"] = (out,)
+        norms += [(f"layers.{index}.input_norm", h), (f"layers.{index}.post_attention_norm", h)]
+        if model.qk_layernorm:
+            norms += [(f"layers.{index}.attention.query_norm", d), (f"layers.{index}.attention.key_norm", d)]
+    for name, width in norms:
+        shapes[f"{name}.weight"] = (width,)
+        if model.normalization == "LayerNorm":
+            shapes[f"{name}.bias"] = (width,)
+    if model.untie_embeddings_and_output_weights:
+        shapes["output.weight"] = (vocabulary, h)
+    return shapes
+
+
+def random_weights(run: Run, seed: int = 0, dtype: torch.dtype = torch.float64) -> Weights:
+    """Full random weights in which nothing is 0 or 1, so that a forgotten bias or norm shows."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in weight_shapes(run).items():
+        value = torch.randn(shape, generator=generator, dtype=torch.float64) * (0.2 if len(shape) == 1 else 0.1)
+        is_norm_weight = name.endswith("norm.weight")
+        weights[name] = (value + (1 if is_norm_weight and not run.model.apply_layernorm_1p else 0)).to(dtype)
+    return weights

@@ -1,0 +1,154 @@
+"""Gloo ranks on CPU for tests: cheap to start, killed when they hang.
+
+``run_ranks(fn, 4, *args)`` calls ``fn(*args)`` on four new processes whose process group exists and
+returns their results in rank order. The first failing rank's traceback is raised in the parent; ranks
+that hang are killed, and the error says where each of them was. The processes are forked from a server
+that has imported torch once, so that eight ranks start in a quarter of a second; each call has its own
+processes because torch keeps the meshes of destroyed process groups in its caches. No port is used:
+ranks meet in a file of a temporary directory.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+#: The type of ``run_ranks``, for tests that get it as the fixture ``ranks``.
+RunRanks = Callable[..., list[Any]]
+RankPools = RunRanks
+
+#: Imported once by the server that the ranks are forked from; nothing here may start a thread.
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
+           "torch.distributed.checkpoint", "megatron_sp.model.build", "megatron_sp.train.trainer"]
+
+#: Seconds the other ranks get to report an error of their own after the first one.
+GRACE = 1.0
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Call ``fn(*args)`` on ``world_size`` new ranks.
+
+    Args:
+        fn: module-level function; it finds the default process group initialised, and the launcher's
+            environment variables set.
+        timeout: seconds for the call, after which its processes are killed.
+
+    Returns:
+        The results in rank order (anything that pickles).
+
+    Raises:
+        AssertionError: a rank failed (with its traceback), died, or did not finish in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks_") as directory:
+        ranks = [_Rank(rank, world_size, Path(directory)) for rank in range(world_size)]
+        try:
+            message = pickle.dumps((fn, args))  # plain pickle: torch's own would share memory by file descriptors
+            for rank in ranks:
+                rank.connection.send_bytes(message)
+            results, errors, hung = _collect(ranks, time.monotonic() + timeout)
+            if not errors and not hung:
+                return [results[rank.number] for rank in ranks]
+            reports = _reports(errors) + _places(hung, "was waiting" if errors else f"did not finish in {timeout:g} s")
+        finally:
+            for rank in ranks:
+                rank.kill()
+    raise AssertionError(f"{getattr(fn, '__name__', fn)} on {world_size} ranks\n" + "\n".join(reports))
+
+
+class _Rank:
+    """The parent's side of one process."""
+
+    def __init__(self, number: int, world_size: int, directory: Path):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.number = number
+        self.trace = directory / f"where_{number}"
+        self.connection, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+            target=_serve, args=(number, world_size, theirs, str(directory / "store"), str(self.trace)), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> tuple[bool, Any]:
+        """``(succeeded, result or traceback)``"""
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.process.join(1)
+            return False, f"the process died with exit code {self.process.exitcode}"
+
+    def kill(self) -> None:
+        """End this process, and nothing else; one that has answered is given time to leave."""
+        self.connection.close()
+        self.process.join(0.01)
+        self.process.kill()
+        self.process.join()
+
+
+def _collect(ranks: list[_Rank], deadline: float) -> tuple[dict[int, Any], dict[int, str], list[_Rank]]:
+    """Results and errors by rank, and the ranks that did not answer."""
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    waiting = {rank.connection: rank for rank in ranks}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(waiting), timeout=left):
+            rank = waiting.pop(connection)  # type: ignore[arg-type]
+            succeeded, value = rank.answer()
+            (results if succeeded else errors)[rank.number] = value
+            if not succeeded:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return results, errors, list(waiting.values())
+
+
+def _reports(errors: dict[int, str]) -> list[str]:
+    first = next(iter(errors.values()), "")
+    return [f"rank {rank} failed:\n{'the same' if index and text == first else text}"
+            for index, (rank, text) in enumerate(errors.items())]
+
+
+def _places(ranks: list[_Rank], verdict: str) -> list[str]:
+    """Ask hung ranks for their stacks (a signal handler in C answers even inside a collective).
+
+    SIGUSR2, because SIGUSR1 asks a training run to stop.
+    """
+    for rank in ranks:
+        if rank.process.pid and rank.trace.exists():
+            os.kill(rank.process.pid, signal.SIGUSR2)
+    time.sleep(0.3 if ranks else 0)
+    return [f"rank {rank.number} {verdict}:\n{rank.trace.read_text() if rank.trace.exists() else 'not started'}"
+            for rank in ranks]
+
+
+def _serve(rank: int, world_size: int, connection: Connection, store: str, trace: str) -> None:
+    """A rank's life: receive a function, run it within a process group, answer."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+                      LOCAL_WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
+    with open(trace, "w") as file:
+        faulthandler.register(signal.SIGUSR2, file=file)
+        try:
+            import torch
+            import torch.distributed as dist
+
+            torch.set_num_threads(1)
+            fn, args = pickle.loads(connection.recv_bytes())
+            dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
+                                    timeout=timedelta(minutes=10))
+            answer = pickle.dumps((True, fn(*args)))
+            if dist.is_initialized():  # a program under test may have ended the group itself
+                dist.barrier()
+                dist.destroy_process_group()
+        except BaseException:  # also SystemExit and pytest's own outcomes: the parent judges
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)

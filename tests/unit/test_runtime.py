@@ -1,0 +1,37 @@
+"""What the launcher says, and how programs end."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_sp.errors import ConfigError
+from megatron_sp.runtime import Environment, launch_environment
+
+
+def test_no_launcher_is_one_process() -> None:
+    assert launch_environment({}) == Environment(0, 1, 0, launched=False)
+
+
+def test_torchrun() -> None:
+    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert launch_environment(variables) == Environment(3, 4, 1, launched=True)
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"},
+                                       {"RANK": "x", "WORLD_SIZE": "2"}])
+def test_contradictions_are_named(variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="RANK"):
+        launch_environment(variables)
+
+
+def test_a_users_mistake_exits_2_without_a_traceback() -> None:
+    code = ("from megatron_sp.runtime import run_program\nfrom megatron_sp.errors import DataError\n"
+            "def main(argv):\n    raise DataError('file x is missing')\nrun_program(main)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.strip() == "DataError: file x is missing"
+
+
+def test_importing_the_runtime_does_not_import_torch() -> None:
+    code = "import sys, megatron_sp.runtime; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
