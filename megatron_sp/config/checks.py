@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from megatron_sp.config.bounds import BOUNDS, bound_problem
 from megatron_sp.config.checks_data import check_data, check_tokenizer
+from megatron_sp.config.checks_pipeline import check_pipeline, check_ring
 from megatron_sp.config.checks_schedule import check_schedule, check_weight_decay
 from megatron_sp.config.checks_size import check_batch, check_model, check_parallel, check_sequence
 from megatron_sp.config.options import schema_options
@@ -29,8 +30,8 @@ def check(run: Run) -> None:
 def check_problems(run: Run) -> list[str]:
     """Every broken rule of a resolved run, one sentence each; looks at no files."""
     topics: tuple[Callable[[Run], list[str]], ...] = (
-        check_required, check_bounds, check_not_yet, check_model, check_parallel, check_sequence, check_batch,
-        check_length, check_schedule, check_weight_decay, check_precision, check_data, check_tokenizer,
+        check_required, check_bounds, check_not_yet, check_model, check_parallel, check_pipeline, check_ring, check_sequence,
+        check_batch, check_length, check_schedule, check_weight_decay, check_precision, check_data, check_tokenizer,
         check_checkpoint)
     return [problem for topic in topics for problem in topic(run)]
 

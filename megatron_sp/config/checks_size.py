@@ -78,6 +78,9 @@ def check_sequence(run: Run) -> list[str]:
     parallel, length = run.parallel, run.data.seq_length
     shares = {"--ulysses-size": parallel.ulysses, "--ring-size": parallel.ring}
     step = parallel.sp
+    if parallel.ring > 1:  # zigzag: every rank owns an early and a late piece
+        shares["2 x --ring-size"] = shares.pop("--ring-size")
+        step *= 2
     if parallel.megatron_sp and parallel.tp > 1:
         shares["--sequence-parallel: --tensor-model-parallel-size"] = parallel.tp
         step *= parallel.tp

@@ -18,7 +18,7 @@ def resolve(run: Run, world_size: int) -> Run:
     Args:
         world_size: number of processes.
     """
-    parallel = _parallel(replace(run.parallel, world_size=world_size))
+    parallel = _pipeline(_parallel(replace(run.parallel, world_size=world_size)), run.model.num_layers)
     return replace(
         run, parallel=parallel, model=_model(run.model, run.data), optimizer=_optimizer(run.optimizer),
         schedule=_schedule(run.schedule, run.train), train=_train(run.train, parallel))
@@ -66,6 +66,16 @@ def _parallel(parallel: Parallel) -> Parallel:
     if parallel.fsdp_size or min(parallel.tp, parallel.pp, parallel.ulysses, parallel.ring) < 1:
         return parallel
     return replace(parallel, fsdp_size=parallel.fsdp)
+
+
+def _pipeline(parallel: Parallel, num_layers: int) -> Parallel:
+    """Stages per rank and schedule: each follows from the other, from the layers per stage, or is the plain one."""
+    per_rank, schedule = parallel.stages_per_rank, parallel.pipeline_schedule
+    if not per_rank and parallel.layers_per_virtual_stage > 0 and parallel.pp > 0:
+        per_rank = num_layers // (parallel.pp * parallel.layers_per_virtual_stage)
+    per_rank = per_rank or (2 if schedule in ("interleaved", "zbv", "dualpipev") else 1)
+    return replace(parallel, stages_per_rank=per_rank,
+                   pipeline_schedule=schedule or ("interleaved" if per_rank > 1 else "1f1b"))
 
 
 def _model(model: Model, data: Data) -> Model:

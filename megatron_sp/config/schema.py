@@ -116,7 +116,7 @@ class Parallel:
                                       "per rank interleaved.",
                                   choices=("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"))
     pipeline_layers: tuple[int, ...] = flag((), "Layers of each pipeline stage, in order; default: balanced, with "
-                                                "embedding and loss counted.", nargs="+", metavar="N")
+                                                "embedding and loss counted.", nargs="*", metavar="N")
     distributed_backend: str = flag("", "Communication backend; default: nccl with GPUs, else gloo.",
                                     choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, "Give up on a collective operation after this many minutes.")

@@ -38,7 +38,7 @@ def output_cost(model: Model) -> float:
 
 def stage_layers(model: Model, parallel: Parallel) -> list[range]:
     """Layers of every stage of a resolved run, in order."""
-    num_stages = parallel.pp * parallel.stages_per_rank
+    num_stages = parallel.pp * max(1, parallel.stages_per_rank)
     if num_stages == 1:
         return [range(model.num_layers)]
     if parallel.pipeline_layers:

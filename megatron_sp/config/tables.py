@@ -87,9 +87,9 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--trigger-path": (1, "send SIGTERM to save and stop a run"),
     "--keep-last": (0, "its meaning is not known"),
     "--recompute-lgd": (0, "use --recompute-granularity full to recompute activations"),
-    "--pp-partition-method": (1, "layers are split evenly over the pipeline stages"),
-    "--account-for-embedding-in-pipeline-split": (0, "layers are split evenly over the pipeline stages"),
-    "--account-for-loss-in-pipeline-split": (0, "layers are split evenly over the pipeline stages"),
+    "--pp-partition-method": (1, "embedding and loss are counted when layers are split over the pipeline stages"),
+    "--account-for-embedding-in-pipeline-split": (0, "embedding and loss are counted when layers are split over the pipeline stages"),
+    "--account-for-loss-in-pipeline-split": (0, "embedding and loss are counted when layers are split over the pipeline stages"),
     "--microbatch-group-size-per-virtual-pipeline-stage": (1, "it tunes interleaved pipelines only"),
 }
 
@@ -164,10 +164,10 @@ RENAMED: dict[str, str] = {
 #: Flags whose mechanism is built later. Delete a line when its flag enters the schema.
 NOT_YET: dict[str, Refusal] = {
     # pipeline
-    **_refuse("num-layers-per-virtual-pipeline-stage decoder-first-pipeline-num-layers "
-              "decoder-last-pipeline-num-layers interleave-group-size", 1, "pipeline parallelism"),
-    **_refuse("num-virtual-stages-per-pipeline-rank", 1, "pipeline parallelism", "1"),
-    **_refuse("enable-zb-runtime enable-zbh1-pipeline enable-zbh1-exact-semantics", 0, "pipeline parallelism"),
+    **_refuse("decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers interleave-group-size", 1,
+              "this way to say the layers of each stage", cure="say them with --pipeline-layers"),
+    **_refuse("enable-zb-runtime enable-zbh1-pipeline enable-zbh1-exact-semantics", 0,
+              "this way to ask for a zero-bubble pipeline", cure="use --pipeline-schedule zero-bubble"),
     # sequence parallelism beyond memory
     **_refuse("ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-offloading", 0, "chunked attention"),
     **_refuse("ds-sequence-parallel-fpdt-chunk-size", 1, "chunked attention"),
@@ -212,9 +212,6 @@ class FieldNotYet(NamedTuple):
 
 #: Values of schema fields whose mechanism is built later. Delete a line when it works.
 FIELDS_NOT_YET: tuple[FieldNotYet, ...] = (
-    FieldNotYet("parallel.pp", lambda run: run.parallel.pp > 1, "pipeline parallelism", "use 1"),
-    FieldNotYet("parallel.ring", lambda run: run.parallel.ring > 1, "ring attention",
-                "use 1, or Ulysses (--cp-comm-type a2a)"),
     FieldNotYet("train.recompute_granularity", lambda run: run.train.recompute_granularity == "selective",
                 "selective recompute", "use full, or leave it out"),
 )

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from megatron_sp.config.schema import Run
+from megatron_sp.config.stages import stage_layers
 from megatron_sp.model.attention import AttentionPlan
 from megatron_sp.model.attention_core import build_core
+from megatron_sp.model.attention_kernels import block_kernel
 from megatron_sp.model.block import Block
 from megatron_sp.model.gpt import GPT, Embedding
 from megatron_sp.model.init import initialise
 from megatron_sp.model.norm import Norm
 from megatron_sp.parallel.heads import HeadSplit
 from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.parallel.pipeline import Stages, TiedWeights, stages_of_rank
 from megatron_sp.parallel.sequence import first_query_head, parallel_attention
 from megatron_sp.parallel.tensor import TensorRegion, VocabParallelOutput
 from megatron_sp.parallel.zero import ZeroSharding
@@ -25,58 +30,105 @@ def plan_attention(run: Run, mesh: ParallelMesh) -> AttentionPlan:
     heads = HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=mesh.size("tp"),
                          tp_rank=mesh.rank("tp"), ulysses=mesh.size("ulysses"))
     core = build_core(run.train.attention_backend, dropout=model.attention_dropout > 0)
-    return AttentionPlan(heads, parallel_attention(core, heads, mesh), first_query_head(heads, mesh))
+    kernel = block_kernel(mesh.device)
+    return AttentionPlan(heads, parallel_attention(core, kernel, heads, mesh), first_query_head(heads, mesh))
 
 
-def assemble(run: Run, mesh: ParallelMesh, region: TensorRegion, dtype: torch.dtype) -> GPT:
-    """All modules of this rank, without storage."""
+@dataclass(frozen=True)
+class StagePlan:
+    """The part of the model that one pipeline stage holds; without pipeline, all of it."""
+
+    layers: range
+    is_first: bool = True
+    is_last: bool = True
+
+
+def plan_stages(run: Run) -> list[StagePlan]:
+    """The stages of the whole pipeline in order."""
+    layers = stage_layers(run.model, run.parallel)
+    last = len(layers) - 1
+    return [StagePlan(mine, number == 0, number == last) for number, mine in enumerate(layers)]
+
+
+def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegion, dtype: torch.dtype) -> GPT:
+    """All modules of a stage, without storage."""
     model, seed = run.model, run.train.seed
     tokens = run.data.seq_length // mesh.size("sp")
     first_token = mesh.rank("sp") * tokens + region.outside_tokens(tokens)[0]
     plan = plan_attention(run, mesh)
     full_recompute = run.train.recompute_granularity == "full"
-    tied = not model.untie_embeddings_and_output_weights
+    # A last stage without the embedding holds a copy of the tied weight (pipeline.TiedWeights).
+    tied = not model.untie_embeddings_and_output_weights and stage.is_first
 
     def block(layer: int) -> Block:
         return Block(model, layer, plan, seed=seed, first_token=first_token, recompute_in_backward=full_recompute,
                      region=region, dtype=dtype)
 
+    embedding = final_norm = output = None
     with torch.device("meta"):
-        return GPT(model, range(model.num_layers), block,
-                   embedding=Embedding(model, seed=seed, first_token=first_token, region=region, dtype=dtype),
-                   final_norm=Norm(model.hidden_size, model, region=region, dtype=dtype,
-                                   partial_grad=region.megatron_sp),
-                   output=VocabParallelOutput(model.vocab_size, model.padded_vocab_size, model.hidden_size,
-                                              region=region, dtype=dtype, tied=tied))
+        if stage.is_first:
+            embedding = Embedding(model, seed=seed, first_token=first_token, region=region, dtype=dtype)
+        if stage.is_last:
+            final_norm = Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=region.megatron_sp)
+            output = VocabParallelOutput(model.vocab_size, model.padded_vocab_size, model.hidden_size, region=region,
+                                         dtype=dtype, tied=tied)
+        return GPT(model, stage.layers, block, embedding=embedding, final_norm=final_norm, output=output)
 
 
-def build_model(run: Run, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> GPT:
-    """The model of a resolved run, initialised, split over tp and sharded over fsdp.
+def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> GPT:
+    """One stage: initialised, split over tp and sharded over fsdp.
 
     The order matters: storage is given to one part at a time and sharded at once, so that a rank
-    never holds more than its shards and one whole part; parts are sharded before the model, whose
-    own unit then holds what is left (tied embeddings, which both ends of the model need).
-
-    Args:
-        dtype: storage type; computation is in ``run.precision``'s type.
+    never holds more than its shards and one whole part; parts are sharded before the stage, whose
+    own unit then holds what is left (a tied embedding, which both ends of the model need).
     """
     region = TensorRegion.of(mesh, run.parallel.megatron_sp)
-    model = assemble(run, mesh, region, dtype)
+    model = assemble(run, stage, mesh, region, dtype)
     sharding = ZeroSharding(run.parallel, run.precision, mesh)
+    is_tied = not run.model.untie_embeddings_and_output_weights
 
     def materialise(module: nn.Module, name: str) -> None:
         module.to_empty(device=mesh.device)
         initialise(module, name, run.model, run.train.seed, region)
 
-    assert model.embedding is not None and model.final_norm is not None and model.output is not None
     for name, block in model.layers.items():
         materialise(block, f"layers.{name}")
         sharding.wrap(block)
-    materialise(model.embedding, "embedding")
-    materialise(model.final_norm, "final_norm")
-    materialise(model.output, "output")
-    if run.model.untie_embeddings_and_output_weights:
-        sharding.wrap(model.embedding)
-        sharding.wrap([model.final_norm, model.output], keep=True)
+    shared = is_tied and stage.is_first and stage.is_last
+    if model.embedding is not None:
+        materialise(model.embedding, "embedding")
+        if not shared:
+            sharding.wrap(model.embedding)
+    if model.final_norm is not None and model.output is not None:
+        materialise(model.final_norm, "final_norm")
+        materialise(model.output, "embedding.word" if is_tied else "output")  # a copy is drawn as the original
+        if not shared:
+            sharding.wrap([model.final_norm, model.output], keep=True)
     sharding.wrap(model, keep=True)
     return model
+
+
+def build_model(run: Run, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> GPT | Stages:
+    """The model of a resolved run, or this pipeline rank's stages of it.
+
+    Args:
+        dtype: storage type; computation is in ``run.precision``'s type.
+    """
+    plans = plan_stages(run)
+    if mesh.size("pp") == 1:
+        return build_stage(run, plans[0], mesh, dtype)
+    parallel = run.parallel
+    numbers = stages_of_rank(parallel.pipeline_schedule, parallel.pp, parallel.stages_per_rank, mesh.rank("pp"))
+    stages = Stages([build_stage(run, plans[number], mesh, dtype) for number in numbers], numbers, len(plans))
+    if not run.model.untie_embeddings_and_output_weights:
+        stages.tied = tied_weights(stages, mesh)
+    return stages
+
+
+def tied_weights(stages: Stages, mesh: ParallelMesh) -> TiedWeights:
+    """This rank's copies of the embedding that both ends of the pipeline use."""
+    first = [part.embedding.word.weight for part in stages if part.embedding is not None]
+    last = [part.output.weight for part in stages if part.output is not None]
+    both_here = bool(first and last)
+    return TiedWeights(first[0] if first else None, last[0] if last else None,
+                       None if both_here else mesh.ends_group())

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from megatron_sp.errors import ConfigError
 from megatron_sp.model.cache import KeyValueCache
 
-#: Prompt tokens read in one forward pass, so that a long prompt's logits never stand in memory together.
-PREFILL_CHUNK = 2048
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -113,14 +110,9 @@ def generate(model: nn.Module, prompt: Sequence[int], max_new_tokens: int, sampl
 def _next_logits(model: nn.Module, tokens: list[int], seen: int, cache: KeyValueCache | None,
                  device: torch.device) -> Tensor:
     """Logits [v] of the token after ``tokens``, of which the cache holds the first ``seen``."""
-    step = PREFILL_CHUNK if cache is not None else len(tokens)
-    sample = torch.zeros(1, dtype=torch.int64)
-    logits = torch.empty(0)
-    for start in range(seen, len(tokens), step):
-        stop = min(start + step, len(tokens))
-        ids = torch.tensor([tokens[start:stop]], device=device)
-        logits = model(ids, torch.arange(start, stop, device=device)[None], sample, cache=cache)
-    return logits[0, -1]
+    ids = torch.tensor([tokens[seen:]], device=device)
+    positions = torch.arange(seen, len(tokens), device=device)[None]
+    return model(ids, positions, torch.zeros(1, dtype=torch.int64), cache=cache)[0, -1]
 
 
 class TextStream:

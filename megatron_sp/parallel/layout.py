@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron_sp.config.schema import Parallel
+
 Range = tuple[int, int]
 
 
@@ -31,6 +33,11 @@ class SequenceLayout:
     ring: int = 1
     ulysses: int = 1
     kind: str = "contiguous"
+
+    @classmethod
+    def of(cls, parallel: Parallel, seq_length: int) -> SequenceLayout:
+        """The layout of a run: zigzag as soon as there is a ring, whose work it balances."""
+        return cls(seq_length, parallel.ring, parallel.ulysses, "zigzag" if parallel.ring > 1 else "contiguous")
 
     def __post_init__(self) -> None:
         assert self.kind in ("contiguous", "zigzag"), self.kind

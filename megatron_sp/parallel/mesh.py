@@ -65,6 +65,11 @@ class Grid:
         spots = itertools.product(*(range(self.sizes[axis]) for axis in axes))
         return [self.rank_at(place | dict(zip(axes, spot))) for spot in spots]
 
+    def ends(self, rank: int) -> list[int]:
+        """The ranks at both ends of this rank's pipeline."""
+        column = self.ranks("pp", rank)
+        return [column[0], column[-1]]
+
     def partition(self, name: str) -> list[list[int]]:
         """All groups of an axis or view; together they hold every rank once."""
         groups = {tuple(self.ranks(name, rank)) for rank in range(self.world_size)}
@@ -100,7 +105,10 @@ class ParallelMesh:
 
     def _create_groups(self, timeout: timedelta) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """One group per distinct set of ranks; axes and views with the same ranks share it."""
-        wanted = sorted({tuple(group) for name in (*AXES, *VIEWS) for group in self.grid.partition(name)})
+        sets = {tuple(group) for name in (*AXES, *VIEWS) for group in self.grid.partition(name)}
+        if self.grid.size("pp") > 1:
+            sets |= {tuple(self.grid.ends(rank)) for rank in range(self.grid.world_size)}
+        wanted = sorted(sets)
         mine = {}
         for ranks in wanted:  # every rank creates every group, in the same order
             group = dist.group.WORLD if len(ranks) == self.grid.world_size else dist.new_group(list(ranks), timeout)
@@ -120,6 +128,10 @@ class ParallelMesh:
     def group(self, name: str) -> dist.ProcessGroup:
         """This rank's process group along an axis or view."""
         return self._groups[tuple(self.grid.ranks(name, self.global_rank))]
+
+    def ends_group(self) -> dist.ProcessGroup | None:
+        """First and last stage's group of two; None on the ranks between them."""
+        return self._groups.get(tuple(self.grid.ends(self.global_rank)))
 
     def is_first(self, *names: str) -> bool:
         """Whether this rank is at place 0 along all of these."""

@@ -33,6 +33,11 @@ class BytesSent:
         self.forward += rows * x[0].numel() * x.element_size() if len(x) else 0
         self.exchanges += 1
 
+    def add_tensor(self, x: torch.Tensor) -> None:
+        """A whole tensor sent to one other rank."""
+        self.forward += x.numel() * x.element_size()
+        self.exchanges += 1
+
 
 @dataclass
 class UlyssesExchange:

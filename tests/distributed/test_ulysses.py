@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from tests.helpers.spawn import RankPools
+from tests.helpers.spawn import RunRanks
 
 from megatron_sp.model.attention_core import SDPACore
 from megatron_sp.parallel.heads import HeadSplit
@@ -76,5 +76,5 @@ def check_all() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_exchange(ranks: RankPools, world: int) -> None:
+def test_exchange(ranks: RunRanks, world: int) -> None:
     ranks(check_all, world)

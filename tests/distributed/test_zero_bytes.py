@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from tests.helpers.configs import tiny_run
-from tests.helpers.spawn import RankPools
+from tests.helpers.spawn import RunRanks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -65,7 +65,7 @@ def close_to(value: int, expected: float) -> bool:
     return abs(value - expected) <= 0.03 * expected  # shards of odd sizes are padded
 
 
-def test_each_stage_shards_what_it_promises(ranks: RankPools) -> None:
+def test_each_stage_shards_what_it_promises(ranks: RunRanks) -> None:
     for rank in ranks(measure, WORLD, ["--zero-stage", "0"]):
         assert rank["parameters"] == rank["full"] and rank["optimizer"] == 2 * rank["full"]
         assert rank["gradients"] == rank["full"]
@@ -81,7 +81,7 @@ def test_each_stage_shards_what_it_promises(ranks: RankPools) -> None:
             assert close_to(kept, rank["full"]) if stage != "3" else kept <= output * 1.03, (stage, rank)
 
 
-def test_hybrid_sharding_shards_within_and_copies_across(ranks: RankPools) -> None:
+def test_hybrid_sharding_shards_within_and_copies_across(ranks: RunRanks) -> None:
     for rank in ranks(measure, WORLD, ["--zero-stage", "3", "--fsdp-size", "2"]):
         assert close_to(rank["parameters"], rank["full"] / 2)
         assert close_to(rank["optimizer"], rank["full"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +16,10 @@ from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
 from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.model.build import build_model
-from megatron_sp.model.loss import vocab_parallel_loss_sum
 from megatron_sp.parallel.layout import SequenceLayout
 from megatron_sp.parallel.mesh import ParallelMesh
-from megatron_sp.parallel.tensor import TensorRegion
-from megatron_sp.train.forward_backward import Engine
+from megatron_sp.parallel.pipeline import Stages
+from megatron_sp.train.forward_backward import build_engine
 from megatron_sp.train.optimizer import clip_grad_norm
 from tests.helpers.reference import Weights, reference_loss
 
@@ -72,7 +72,7 @@ def batch(run: Run, masked: str = "nothing", seed: int = 7) -> tuple[Tensor, Ten
 
 def local_microbatches(run: Run, mesh: ParallelMesh, tokens: Tensor, labels: Tensor) -> list[Microbatch]:
     """This rank's share of a global batch."""
-    layout = SequenceLayout(run.data.seq_length, run.parallel.ring, run.parallel.ulysses)
+    layout = SequenceLayout.of(run.parallel, run.data.seq_length)
     positions = torch.from_numpy(np.asarray(layout.positions(mesh.rank("sp"))))  # [s/sp]
     shares = GlobalBatchSampler.microbatches(0, len(tokens), run.train.micro_batch_size, mesh.rank("dp"),
                                              mesh.size("dp"))
@@ -85,16 +85,6 @@ def local_microbatches(run: Run, mesh: ParallelMesh, tokens: Tensor, labels: Ten
     return microbatches
 
 
-def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh) -> Engine:
-    """The engine of a run."""
-    region = TensorRegion.of(mesh, run.parallel.megatron_sp)
-
-    def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-        return vocab_parallel_loss_sum(logits, labels, region, run.model.vocab_size)
-
-    return Engine(model, loss_sum, mesh, zero_stage=run.parallel.zero_stage)
-
-
 def step_in_layout(run: Run, weights: Weights, tokens: Tensor, labels: Tensor) -> Step:
     """On a rank: the step with the framework's model, in the type of ``weights``. Equal on every rank."""
     mesh = ParallelMesh.build(run.parallel)
@@ -104,8 +94,15 @@ def step_in_layout(run: Run, weights: Weights, tokens: Tensor, labels: Tensor) -
     num_tokens = mesh.sum_over(torch.tensor(float(sum(m.num_valid for m in microbatches))), "fsdp")
     loss = mesh.sum_over(build_engine(run, model, mesh).forward_backward(microbatches, num_tokens), "fsdp", "pp")
     grad_norm = clip_grad_norm(model, 0.0, mesh)
-    gradients = {name: gather_full(name, parameter.grad, run) for name, parameter in model.named_parameters()}
-    return Step(float(loss), float(grad_norm), gradients)
+    gradients = {name: gather_full(name, parameter.grad, run) for name, parameter in named(model)}
+    stages: list[Weights] = [{} for _ in range(mesh.size("pp"))]
+    dist.all_gather_object(stages, gradients, mesh.group("pp"))
+    whole: Weights = {}
+    for stage in stages:
+        for name, gradient in stage.items():
+            assert name not in whole or torch.equal(whole[name], gradient), f"the copies of {name} differ"
+            whole[name] = gradient
+    return Step(float(loss), float(grad_norm), whole)
 
 
 def reference_step(run: Run, weights: Weights, tokens: Tensor, labels: Tensor) -> Step:
@@ -140,17 +137,25 @@ def differences(step: Step, expected: Step) -> dict[str, float]:
     return found
 
 
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by their logical names: a second copy of the tied embedding has the first one's."""
+    copy = model.tied.last if isinstance(model, Stages) and model.tied is not None else None
+    for name, parameter in model.named_parameters():
+        yield "embedding.word.weight" if parameter is copy else name, parameter
+
+
 def load_full(model: nn.Module, weights: Weights) -> None:
     """Set every parameter to its part of a full tensor, whatever its sharding; padding rows become 0.
 
     Which part a rank holds is found by writing numbers into the shards and gathering them, so that
     no rule about the layout is repeated here.
     """
-    parameters = dict(model.named_parameters())
-    assert parameters.keys() == weights.keys(), parameters.keys() ^ weights.keys()
+    parameters = list(named(model))
+    names = {name for name, _ in parameters}
+    assert names <= weights.keys() if isinstance(model, Stages) else names == weights.keys(), names ^ weights.keys()
     rank = dist.get_rank()
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in parameters:
             full = torch.zeros(parameter.shape, dtype=parameter.dtype)
             assert full.shape[1:] == weights[name].shape[1:], name
             full[:len(weights[name])] = weights[name]

@@ -153,9 +153,34 @@ def test_rampup_needs_samples():
 
 # --- not available yet ---------------------------------------------------------------------------
 
-def test_pipeline_and_ring():
-    assert "pipeline parallelism is not available yet" in one("--pipeline-model-parallel-size 2", world=2)
-    assert one("--context-parallel-size 2", world=2).startswith("--context-parallel-size 2: ring attention")
+PIPELINE = "--pipeline-model-parallel-size 2 --global-batch-size 4"
+
+
+@pytest.mark.parametrize("extra, part", [
+    ("--num-virtual-stages-per-pipeline-rank 2", "4 pipeline stages"),
+    ("--num-layers 5 --num-layers-per-virtual-pipeline-stage 2", "not a multiple of --pipeline-model-parallel-size 2"),
+    ("--num-layers 4 --pipeline-layers 1 2", "sum to --num-layers 4; these are 2 with sum 3"),
+    ("--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 1", "2 or more stages per rank"),
+    ("--num-layers 4 --pipeline-schedule zbv --zero-stage 3", "use --zero-stage 2 or less"),
+    ("--num-layers 4 --pipeline-schedule zero-bubble --recompute-granularity full", "cannot recompute"),
+    ("--num-layers 4 --pipeline-schedule dualpipev --global-batch-size 3", "the nearest valid values are 4 or 5"),
+    ("--num-layers 8 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 5",
+     "the nearest valid values are 4 or 6"),
+])
+def test_pipeline(extra, part):
+    assert part in one(f"{PIPELINE} {extra}", world=2)
+
+
+def test_stages_need_a_pipeline():
+    assert "needs --pipeline-model-parallel-size 2" in one("--num-virtual-stages-per-pipeline-rank 2")
+
+
+def test_ring():
+    assert "--attention-dropout 0" in one("--context-parallel-size 2 --attention-dropout 0.1", world=2)
+    assert "130 does not divide over 4 ranks" in one("--ring-size 2 --attention-dropout 0 --seq-length 130", world=2)
+
+
+def test_selective_recompute_is_not_available_yet():
     assert "selective recompute" in one("--recompute-granularity selective")
 
 

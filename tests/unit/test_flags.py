@@ -264,9 +264,7 @@ def test_what_changes_the_mathematics_is_refused_by_name(line):
 
 @pytest.mark.parametrize("line", ["--finetune", "--no-load-optim", "--no-load-rng", "--no-save-optim", "--deepspeed",
                                   "--deepspeed_config ds.json", "--deepspeed_config=ds.json", "--reset-position-ids",
-                                  "--reset-attention-mask", "--num-layers-per-virtual-pipeline-stage 2",
-                                  "--num-virtual-stages-per-pipeline-rank 2", "--recompute-method block",
-                                  "--recompute-num-layers 2", "--checkpoint-num-layers 4"])
+                                  "--reset-attention-mask", "--recompute-num-layers 2", "--checkpoint-num-layers 4"])
 def test_not_available_yet(line):
     (problem,) = problems(line)
     assert "not available yet" in problem

@@ -1,0 +1,80 @@
+"""Kernels that attend to one block of keys and go back through merged results.
+
+What ring and chunked attention are made of: forward gives the log-sum-exp with which blocks are
+merged, backward takes the merged output and log-sum-exp. torch's flash kernels are used where this
+torch has them (private operators, therefore looked up by name), else a plain one in query blocks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_sp.model.attention_core import QUERY_BLOCK, block_attention
+from megatron_sp.parallel.ring import BlockKernel, Triple
+
+
+class PlainKernel:
+    """Unfused, in blocks of queries; any device, any type."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``ring.BlockKernel``."""
+        parts = []
+        for first in range(0, q.shape[1], QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, q.shape[1])
+            seen = last if causal else k.shape[1]
+            parts.append(block_attention(q[:, first:last], k[:, :seen], v[:, :seen], first, causal, None))
+        return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
+
+    def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+                 lse: torch.Tensor, causal: bool) -> Triple:
+        """See ``ring.BlockKernel``; Dao et al. (arXiv 2205.14135), algorithm 4, in query blocks."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        groups, scale = k.shape[2], 1.0 / math.sqrt(q.shape[-1])
+        q_, grad_, o_ = (x.to(wide).unflatten(2, (groups, -1)) for x in (q, grad, o))  # [b, t, g, n/g, d]
+        k_, v_ = k.to(wide), v.to(wide)
+        lse_ = lse.to(wide).unflatten(1, (groups, -1))  # [b, g, n/g, t]
+        delta = (grad_ * o_).sum(-1).permute(0, 2, 3, 1)  # [b, g, n/g, t]
+        dq, dk, dv = torch.zeros_like(q_), torch.zeros_like(k_), torch.zeros_like(v_)
+        for first in range(0, q.shape[1], QUERY_BLOCK):
+            rows = slice(first, min(first + QUERY_BLOCK, q.shape[1]))
+            keys = slice(0, rows.stop if causal else k.shape[1])
+            scores = torch.einsum("bqgrd,bkgd->bgrqk", q_[:, rows], k_[:, keys]) * scale
+            if causal:
+                position = torch.arange(rows.start, rows.stop, device=q.device).unsqueeze(1)
+                scores = scores.masked_fill(torch.arange(keys.stop, device=q.device) > position, -torch.inf)
+            p = (scores - lse_[..., rows].unsqueeze(-1)).exp()
+            dv[:, keys] += torch.einsum("bgrqk,bqgrd->bkgd", p, grad_[:, rows])
+            dp = torch.einsum("bqgrd,bkgd->bgrqk", grad_[:, rows], v_[:, keys])
+            ds = p * (dp - delta[..., rows].unsqueeze(-1)) * scale
+            dq[:, rows] = torch.einsum("bgrqk,bkgd->bqgrd", ds, k_[:, keys])
+            dk[:, keys] += torch.einsum("bgrqk,bqgrd->bkgd", ds, q_[:, rows])
+        return dq.flatten(2, 3), dk, dv
+
+
+class FlashKernel:
+    """torch's fused CPU attention with its log-sum-exp; grouped key/value heads are native."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``ring.BlockKernel``."""
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal)
+        return o.transpose(1, 2), lse
+
+    def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+                 lse: torch.Tensor, causal: bool) -> Triple:
+        """See ``ring.BlockKernel``."""
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(x.transpose(1, 2) for x in (grad, q, k, v, o)), lse, 0.0, causal)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def block_kernel(device: torch.device) -> BlockKernel:
+    """The fastest kernel this torch has for a device."""
+    names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+    if device.type == "cpu" and all(hasattr(torch.ops.aten, name) for name in names):
+        return FlashKernel()
+    return PlainKernel()

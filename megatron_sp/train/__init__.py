@@ -1,0 +1,1 @@
+"""Training: set-up, the loop, optimizer, schedules, what is logged."""

@@ -1,0 +1,144 @@
+"""The one seam between trainer and model: gradients and loss of a list of microbatches.
+
+Without pipeline this is an accumulation loop. A pipeline schedule offers the same two methods
+with the same meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_sp.config.schema import Run
+from megatron_sp.data.batch import Microbatch
+from megatron_sp.model.loss import vocab_parallel_loss_sum
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.parallel.pipeline import PipelineRunner, Stages
+from megatron_sp.parallel.tensor import TensorRegion
+from megatron_sp.parallel.zero import synchronize_gradients
+
+#: (logits [b, s/sp, v/tp], labels [b, s/sp]) -> sum of the valid tokens' losses, fp32 scalar
+LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Engine:
+    """Accumulation over microbatches.
+
+    Args:
+        model: a GPT; its FSDP modules, if any, reduce gradients by summing.
+        loss_sum: see ``LossSum``.
+        mesh: where the model lives.
+        zero_stage: 0 and 1 sum gradients over ranks at the last microbatch, 2 and 3 at each.
+    """
+
+    def __init__(self, model: nn.Module, loss_sum: LossSum, mesh: ParallelMesh, *, zero_stage: int):
+        self.model = model
+        self.loss_sum = loss_sum
+        self.mesh = mesh
+        self.zero_stage = zero_stage
+        self.microbatch_losses: list[torch.Tensor] = []
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], denominator: torch.Tensor | float) -> torch.Tensor:
+        """Add the gradients of ``sum of losses / denominator`` to the parameters.
+
+        Args:
+            microbatches: this rank's tokens, on its device.
+            denominator: valid tokens of the whole global batch, divided by the loss scale.
+
+        Returns:
+            This rank's loss sum / denominator, a detached scalar on the device. The sum over the
+            fsdp ranks is the loss (times the loss scale).
+        """
+        self.model.train()
+        self.microbatch_losses = []
+        total = torch.zeros((), device=self.mesh.device)
+        for index, batch in enumerate(microbatches):
+            synchronize_gradients(self.model, self.zero_stage, is_last_microbatch=index == len(microbatches) - 1)
+            loss = self._loss(batch) / denominator
+            loss.backward()
+            self.microbatch_losses.append(loss.detach())
+            total = total + loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, int]:
+        """Loss sum and number of valid tokens of this rank's microbatches, dropout off.
+
+        Afterwards the weights are sharded again: FSDP would leave some of them gathered, waiting for
+        a backward that never comes.
+        """
+        self.model.eval()
+        total = torch.zeros((), device=self.mesh.device)
+        for batch in microbatches:
+            total = total + self._loss(batch)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self.model.train()
+        return total, sum(batch.num_valid for batch in microbatches)
+
+    def _loss(self, batch: Microbatch) -> torch.Tensor:
+        logits = self.model(batch.tokens, batch.positions, batch.sample_ids)
+        return self.loss_sum(logits, batch.labels)
+
+
+class PipelineEngine:
+    """The same contract over a pipeline schedule: microbatches flow through the stages.
+
+    The loss lives on the last stage; elsewhere a rank's share of it is 0.
+    """
+
+    def __init__(self, model: Stages, loss_sum: LossSum, mesh: ParallelMesh, *, schedule: str):
+        self.model, self.mesh = model, mesh
+        self.denominator: torch.Tensor | float = 1.0
+        self.runner = PipelineRunner(model, schedule, mesh, lambda output, labels: loss_sum(output, labels)
+                                     / self.denominator)
+        self.microbatch_losses: list[torch.Tensor] = []
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], denominator: torch.Tensor | float) -> torch.Tensor:
+        """See ``Engine.forward_backward``."""
+        self.model.train()
+        self.denominator = denominator
+        self.microbatch_losses = self.runner.train(*_joined(microbatches))
+        if self.model.tied is not None:
+            self.model.tied.sum_gradients()
+        return self._total(self.microbatch_losses)
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, int]:
+        """See ``Engine.evaluate``."""
+        self.model.eval()
+        self.denominator = 1.0
+        losses = self.runner.evaluate(*_joined(microbatches))
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self.model.train()
+        return self._total(losses), sum(batch.num_valid for batch in microbatches)
+
+    def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        # one type on all stages: the sum over pp follows
+        total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
+        return total + torch.stack(list(losses)).sum() if losses else total
+
+
+def _joined(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int]:
+    """All microbatches one after another, as a schedule takes them: tokens, labels, other inputs, number."""
+    tokens, labels, positions, sample_ids = (
+        torch.cat([getattr(batch, name) for batch in microbatches])
+        for name in ("tokens", "labels", "positions", "sample_ids"))
+    return tokens, labels, {"positions": positions, "sample_ids": sample_ids}, len(microbatches)
+
+
+def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh) -> Engine | PipelineEngine:
+    """The engine of a run's model."""
+    region = TensorRegion.of(mesh, run.parallel.megatron_sp)
+
+    def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_loss_sum(logits, labels, region, run.model.vocab_size)
+
+    if isinstance(model, Stages):
+        return PipelineEngine(model, loss_sum, mesh, schedule=run.parallel.pipeline_schedule)
+    return Engine(model, loss_sum, mesh, zero_stage=run.parallel.zero_stage)

@@ -1,0 +1,163 @@
+"""The training loop's decisions: what is not finite, fp16, evaluation, signals, ends. All ranks must agree."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import megatron_sp.model.loss as loss_module
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_sp.checkpoint.files import complete_iterations, read_state
+from megatron_sp.train.forward_backward import Engine
+from megatron_sp.train.metrics_file import read_metrics
+from tests.helpers.configs import STYLES
+from tests.helpers.spawn import run_ranks
+from tests.helpers.training import full_tensors, steps, train
+
+LLAMA = STYLES["llama"].replace("--num-query-groups", "--num-key-value-heads")
+
+
+def spoil_loss(rank: int | None, calls: range, factor: float) -> None:
+    """Multiply the loss by a factor in these calls (counted from 0) on one rank or all."""
+    original, count = loss_module.vocab_parallel_loss_sum, [0]
+
+    def spoiled(*args: Any) -> torch.Tensor:
+        count[0] += 1
+        loss = original(*args)
+        return loss * factor if rank in (None, dist.get_rank()) and count[0] - 1 in calls else loss
+
+    loss_module.vocab_parallel_loss_sum = spoiled
+
+
+def train_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor: float) -> str:
+    spoil_loss(rank, calls, factor)
+    return train(flags)
+
+
+@pytest.mark.parametrize("layout", ["--ulysses-size 2", "--tensor-model-parallel-size 2"])
+def test_a_nan_on_one_rank_stops_all_in_the_same_step(tmp_path: Path, layout: str) -> None:
+    flags = f"{LLAMA} {layout} --save {tmp_path} --save-interval 1"
+    # 4 microbatches a step: call 9 is the second of step 3
+    errors = run_ranks(train_with_spoiled_loss, 2, flags, 1, range(9, 10), float("nan"))
+    assert errors[0] == errors[1]
+    for words in ("TrainingError", "iteration 3", "not finite on rank 1 (microbatch 2)", "--no-check-for-nan"):
+        assert words in errors[0]
+    assert complete_iterations(tmp_path) == [1, 2]
+
+
+def test_without_the_check_a_bad_step_is_left_out(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --ulysses-size 2 --no-check-for-nan-in-loss-and-grad --save {tmp_path} --save-interval 1"
+    assert run_ranks(train_with_spoiled_loss, 2, flags, 1, range(9, 10), float("nan")) == ["", ""]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["nan"] for row in rows] == [False, False, True] + [False] * 5
+    assert rows[2]["lm_loss"] is None
+    before, after = (full_tensors(tmp_path / f"iter_000000{step}") for step in (2, 3))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    counters = read_state(tmp_path / "iter_0000008")["train"]
+    assert (counters["consumed_samples"], counters["scheduler_samples"], counters["nan_iterations"]) == (32, 28, 1)
+
+
+def test_fp16_finds_its_scale_and_the_schedule_waits(tmp_path: Path) -> None:
+    flags = (f"{LLAMA} --fp16 --ulysses-size 2 --train-iters 30 --lr-warmup-iters 10 --save {tmp_path} "
+             "--save-interval 30")
+    assert run_ranks(train, 2, flags) == ["", ""]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    skipped = [row["skipped"] for row in rows]
+    first = skipped.index(False)
+    assert skipped[0] and first < 25 and not any(skipped[first:])
+    assert [row["loss_scale"] for row in rows[:3]] == [2.0**32, 2.0**32, 2.0**31]      # one is tolerated
+    assert all(row["learning_rate"] == 0.0 for row in rows[:first + 1])
+    assert [row["learning_rate"] for row in rows[first:first + 3]] == pytest.approx([0, 1e-4, 2e-4])
+    assert [row["first_sample"] for row in rows] == list(range(0, 120, 4))
+    assert rows[first]["lm_loss"] == pytest.approx(4.6, abs=0.2)
+    assert 0.05 < rows[first]["grad_norm"] < 50
+
+
+def test_endless_overflow_stops_with_advice_and_is_saved(tmp_path: Path) -> None:
+    flags = (f"{LLAMA} --fp16 --initial-loss-scale 4 --min-loss-scale 1 --hysteresis 1 --train-iters 100 "
+             f"--save {tmp_path} --save-interval 100")
+    errors = run_ranks(train_with_spoiled_loss, 2, flags, None, range(4, 1000), float("inf"))
+    assert errors[0] == errors[1]
+    assert "the last 30 steps changed nothing" in errors[0] and "--bf16" in errors[0] and "loss scale 1" in errors[0]
+    # 2 microbatches a step and rank: steps 1 and 2 were good
+    assert complete_iterations(tmp_path) == [32]
+    assert read_state(tmp_path / "iter_0000032")["train"]["skipped_iterations"] == 30
+
+
+def test_evaluation_is_the_same_in_every_layout_and_changes_nothing(tmp_path: Path) -> None:
+    """Also in ZeRO stages, whose weights stay gathered after a forward without backward; a save follows at once."""
+    common = f"{LLAMA} --hidden-dropout 0.1 --lr 1e-2 --save-interval 2 --train-iters 4"
+    found = {}
+    for world, layout in ((1, ""), (2, "--ulysses-size 2 --zero-stage 3"), (2, "--zero-stage 2"),
+                          (2, "--tensor-model-parallel-size 2 --sequence-parallel")):
+        for evaluating in ("--eval-iters 0", "--eval-iters 2 --eval-interval 1"):
+            directory = tmp_path / f"{layout}{evaluating}".replace(" ", "")
+            assert run_ranks(train, world, f"{common} {layout} {evaluating} --save {directory}") == [""] * world
+            found[layout, evaluating[:14]] = directory
+        quiet, busy = found[layout, "--eval-iters 0"], found[layout, "--eval-iters 2"]
+        assert steps(quiet, "lm_loss", "grad_norm") == steps(busy, "lm_loss", "grad_norm")
+        ends = [full_tensors(directory / "iter_0000004") for directory in (quiet, busy)]
+        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+        rows = [row for row in read_metrics(busy / "metrics.jsonl") if "valid_loss" in row]
+        assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+        assert "test_loss" in rows[-1] and "test_loss" not in rows[0]
+        losses = [row["valid_loss"] for row in rows]
+        assert len(set(losses)) == 4
+        found[layout, "losses"] = losses
+    for (layout, what), losses in found.items():
+        if what == "losses" and "tensor" not in layout:   # other tensor-parallel shards, other dropout masks
+            assert losses == pytest.approx(found["", "losses"], rel=1e-3), layout
+
+
+def kill_when_evaluating(flags: str, rank: int) -> str:
+    """Send this process SIGTERM in the second evaluation batch of one rank."""
+    import contextlib
+    import io
+    import time
+
+    from megatron_sp.config.load import load_run
+    from megatron_sp.runtime import Environment
+    from megatron_sp.train.setup import pretrain
+    from megatron_sp.train.signals import StopSignals
+    from tests.helpers.configs import TRAINING
+
+    original, count = Engine.evaluate, [0]
+
+    def evaluate(self: Engine, microbatches: Any) -> Any:
+        count[0] += 1
+        if count[0] == 2 and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, microbatches)
+
+    Engine.evaluate = evaluate  # type: ignore[method-assign]
+    run, _ = load_run([*TRAINING, *flags.split()], dist.get_world_size())
+    me, output = dist.get_rank(), io.StringIO()
+    with contextlib.redirect_stdout(output):
+        pretrain(run, Environment(me, dist.get_world_size(), me, launched=True), StopSignals((signal.SIGTERM,)),
+                 started=time.monotonic())
+    return output.getvalue()
+
+
+def test_a_signal_to_one_rank_during_evaluation_saves_and_ends_all(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --eval-iters 1000 --eval-interval 3 --save {tmp_path} --save-interval 100"
+    output, silent = run_ranks(kill_when_evaluating, 2, flags, 1)
+    assert silent == ""
+    assert complete_iterations(tmp_path) == [3]
+    assert "exiting at iteration 3: asked to by a signal to another rank" in output
+    assert "validation loss" not in output
+
+
+@pytest.mark.parametrize("flags, last", [
+    ("--train-iters 8 --exit-interval 3 --save-interval 100", 3),
+    ("--train-iters 8 --save-interval 100", 8),
+    ("--train-iters 8 --train-tokens 1300 --save-interval 100", 6),      # 256 tokens a step
+    ("--train-iters 8 --exit-duration-in-mins 0.00001 --save-interval 100", 1),
+])
+def test_ends(tmp_path: Path, flags: str, last: int) -> None:
+    assert run_ranks(train, 2, f"{LLAMA} {flags} --save {tmp_path}") == ["", ""]
+    assert complete_iterations(tmp_path) == [last]
+    assert steps(tmp_path, "iteration")[-1] == (last,)

@@ -1,0 +1,71 @@
+"""Whole training runs within a test: on the ranks of a pool, through the same set-up as the program."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron_sp.checkpoint.state import model_pieces, optimizer_pieces
+from megatron_sp.checkpoint.store import load_checkpoint, save_checkpoint
+from megatron_sp.config.load import load_run
+from megatron_sp.model.build import build_model
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.runtime import Environment
+from megatron_sp.train.metrics_file import read_metrics
+from megatron_sp.train.optimizer import build_optimizer
+from megatron_sp.train.setup import pretrain
+from megatron_sp.train.signals import StopSignals
+from tests.helpers.configs import TRAINING, tiny_run
+
+
+def train(flags: str) -> str:
+    """Run the program on this rank; the text of the user's mistake, if any. Ends the process group."""
+    from megatron_sp.errors import UserError
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        run, _ = load_run([*TRAINING, "--log-interval", "1", *flags.split()], world)
+        with contextlib.redirect_stdout(io.StringIO()):
+            pretrain(run, Environment(rank, world, rank, launched=True), StopSignals(()), started=time.monotonic())
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def steps(directory: Path, *names: str) -> list[tuple[Any, ...]]:
+    """These values of each logged step, in order."""
+    return [tuple(row[name] for name in names) for row in read_metrics(directory / "metrics.jsonl") if "lm_loss" in row]
+
+
+def copy_checkpoint(flags: str, source: str, target: str) -> bool:
+    """Load a checkpoint into another layout on this rank and save it from there.
+
+    Returns:
+        whether the padding of the vocabulary is zero everywhere, in weights and moments
+    """
+    run = tiny_run(["--seed", "99", *flags.split()], dist.get_world_size())     # other initial weights
+    mesh = ParallelMesh.build(run.parallel)
+    model = build_model(run, mesh)
+    optimizer = build_optimizer(run, model)
+    state = load_checkpoint(source, model, optimizer, run)
+    assert state is not None
+    vocab = run.model.vocab_size
+    pieces = model_pieces(model, vocab) | optimizer_pieces(model, optimizer, vocab)
+    save_checkpoint(target, state["iteration"], model, optimizer, {"train": state["train"]}, run)
+    return all(not piece.padding.any() for piece in pieces.values() if piece.padding is not None)
+
+
+def full_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole, read without any process group and without our reading code."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    reader = FileSystemReader(checkpoint)
+    tensors = {name: torch.full(tuple(entry.size), float("nan"), dtype=entry.properties.dtype)
+               for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors

@@ -1,0 +1,111 @@
+"""Log line and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_sp.config.schema import Logging
+from megatron_sp.errors import ConfigError
+from megatron_sp.train.metrics_file import MetricsFile, read_metrics
+from megatron_sp.train.observe import Interval, Recorder, StepReport, check_trackers, log_line
+from tests.helpers.configs import tiny_run
+
+STEP = StepReport(iteration=8, consumed_samples=64, consumed_tokens=4096, first_sample=56, global_batch_size=8,
+                  lm_loss=4.123456, grad_norm=1.2344, learning_rate=1e-4, step_time=0.0123, num_tokens=512,
+                  loss_scale=1.0)
+
+
+def interval_of(*steps: StepReport) -> Interval:
+    interval = Interval()
+    for step in steps:
+        interval.add(step)
+    return interval
+
+
+def test_the_line_people_grep() -> None:
+    assert log_line(STEP, interval_of(STEP), 100) == (
+        " iteration        8/     100 | consumed samples:           64 | elapsed time per iteration (ms): 12.3 | "
+        "learning rate: 1.000000E-04 | global batch size:     8 | lm loss: 4.123456E+00 | loss scale: 1.0 | "
+        "grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 |")
+
+
+def test_throughput_is_shown_when_asked() -> None:
+    line = log_line(STEP, interval_of(STEP), 100, tflops=12.34)
+    assert "| throughput per GPU (TFLOP/s/GPU): 12.3 | learning rate" in line
+
+
+def test_the_line_averages_over_the_interval_and_leaves_out_skipped_steps() -> None:
+    skipped = replace(STEP, lm_loss=math.inf, skipped=True, step_time=0.0323)
+    line = log_line(STEP, interval_of(replace(STEP, lm_loss=2.0), skipped, replace(STEP, lm_loss=3.0)), 100)
+    assert "lm loss: 2.500000E+00" in line
+    assert "number of skipped iterations:   1" in line
+    assert "(ms): 19.0" in line
+
+
+def recorder_in(directory: Path, flags: str = "", start: int = 0) -> Recorder:
+    run = tiny_run(f"--num-layers 1 --hidden-size 8 --num-attention-heads 1 --save {directory} --save-interval 9 "
+                   f"--log-interval 2 {flags}".split())
+    return Recorder(run, torch.device("cpu"), start_iteration=start, is_writer=True)
+
+
+def test_metrics_hold_the_steps_own_values_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = recorder_in(tmp_path)
+    for iteration in (1, 2, 3, 4):
+        recorder.step(replace(STEP, iteration=iteration, lm_loss=1 / iteration), 4)
+    recorder.evaluation({"valid": 2.0, "test": 3.0}, 4, 32)
+    recorder.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [2, 4, 4]
+    assert rows[1]["lm_loss"] == 1 / 4
+    assert {"iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate",
+            "global_batch_size", "step_time_ms", "tokens_per_s", "loss_scale", "skipped",
+            "peak_memory_bytes"} <= rows[0].keys()
+    assert rows[0]["tokens_per_s"] == 512 / 0.0123
+    assert rows[2]["valid_loss"] == 2.0 and rows[2]["test_loss"] == 3.0
+    assert rows[2]["valid_ppl"] == pytest.approx(math.exp(2))
+    out = capsys.readouterr().out
+    assert len(re.findall(r"iteration +\d+/ +4 \|", out)) == 2
+    assert "validation loss at iteration 4 | lm loss value: 2.000000E+00" in out
+
+
+def test_a_rank_that_does_not_write_leaves_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tiny_run(f"--num-layers 1 --hidden-size 8 --num-attention-heads 1 --save {tmp_path} --save-interval 9 "
+                   "--log-interval 1".split())
+    recorder = Recorder(run, torch.device("cpu"), start_iteration=0, is_writer=False)
+    recorder.step(STEP, 8)
+    recorder.evaluation({"valid": 1.0}, 8, 64)
+    recorder.close()
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
+
+
+def test_resume_keeps_the_rows_up_to_its_iteration(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 2, "valid_loss": 1}\n{"iteration": 3}\n{"iter')
+    metrics = MetricsFile(tmp_path, start_iteration=2)
+    metrics.write({"iteration": 3, "lm_loss": math.nan})
+    metrics.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"iteration": 1}, {"iteration": 2}, {"iteration": 2, "valid_loss": 1}, {"iteration": 3, "lm_loss": None}]
+
+
+def test_a_fresh_run_sets_older_metrics_aside(tmp_path: Path) -> None:
+    for number in range(3):
+        metrics = MetricsFile(tmp_path, start_iteration=0)
+        metrics.write({"iteration": number})
+        metrics.close()
+    assert {path.name: read_metrics(path)[0]["iteration"] for path in tmp_path.iterdir()} == {
+        "metrics.1.jsonl": 0, "metrics.2.jsonl": 1, "metrics.jsonl": 2}
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install tensorboard") as raised:
+        check_trackers(Logging(tensorboard_dir="tb", wandb_project="p"))
+    assert "pip install wandb" in str(raised.value)
+    check_trackers(Logging())
