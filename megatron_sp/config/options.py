@@ -62,7 +62,7 @@ class Option:
         if self.kind == "words":
             return words
         if self.kind == "ints":
-            if len(words) != self.nargs:
+            if isinstance(self.nargs, int) and len(words) != self.nargs:
                 raise ValueError(f"{self.nargs} values are needed, {len(words)} given")
             return tuple(parse_int(word) for word in words)
         text = strip_quotes(texts[0])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_sp.config.schema import Run
 from megatron_sp.model.build import build_model
+from megatron_sp.model.gpt import GPT
 from megatron_sp.model.loss import vocab_parallel_loss_sum
 from megatron_sp.model.rotary import rotation
 from megatron_sp.parallel.layout import SequenceLayout
@@ -53,6 +54,7 @@ def _layer(case: Case) -> tuple[float, float]:
     mesh = ParallelMesh.build(run.parallel)
     weights = random_weights(run)
     model = build_model(run, mesh, dtype=torch.float64)
+    assert isinstance(model, GPT)
     load_full(model, weights)
     generator = torch.Generator().manual_seed(3)
     shape = (run.train.micro_batch_size, run.data.seq_length, run.model.hidden_size)
@@ -69,7 +71,8 @@ def _layer(case: Case) -> tuple[float, float]:
     inside = torch.from_numpy(layout.positions(mesh.rank("sp"))).expand(shape[0], -1)
     turn = rotation(run.model, inside, torch.float64) if run.model.position_embedding_type == "rope" else None
     part = x[:, mine].clone().requires_grad_()
-    output = model.layers["1"](part, turn, torch.arange(shape[0]))
+    layer = dict(model.layers.items())["1"]
+    output = layer(part, turn, torch.arange(shape[0]))
     output.backward(out_gradient[:, mine])
     assert part.grad is not None
     return _relative(output.detach(), expected.detach()[:, mine]), _relative(part.grad, whole.grad[:, mine])

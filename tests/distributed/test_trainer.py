@@ -7,11 +7,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import megatron_sp.model.loss as loss_module
 import pytest
 import torch
 import torch.distributed as dist
 from megatron_sp.checkpoint.files import complete_iterations, read_state
+from megatron_sp.train import forward_backward
 from megatron_sp.train.forward_backward import Engine
 from megatron_sp.train.metrics_file import read_metrics
 from tests.helpers.configs import STYLES
@@ -23,14 +23,14 @@ LLAMA = STYLES["llama"].replace("--num-query-groups", "--num-key-value-heads")
 
 def spoil_loss(rank: int | None, calls: range, factor: float) -> None:
     """Multiply the loss by a factor in these calls (counted from 0) on one rank or all."""
-    original, count = loss_module.vocab_parallel_loss_sum, [0]
+    original, count = forward_backward.vocab_parallel_loss_sum, [0]
 
     def spoiled(*args: Any) -> torch.Tensor:
         count[0] += 1
         loss = original(*args)
         return loss * factor if rank in (None, dist.get_rank()) and count[0] - 1 in calls else loss
 
-    loss_module.vocab_parallel_loss_sum = spoiled
+    forward_backward.vocab_parallel_loss_sum = spoiled
 
 
 def train_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor: float) -> str:
@@ -68,13 +68,14 @@ def test_fp16_finds_its_scale_and_the_schedule_waits(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "metrics.jsonl")
     skipped = [row["skipped"] for row in rows]
     first = skipped.index(False)
-    assert skipped[0] and first < 25 and not any(skipped[first:])
+    assert 2 < first < 20 and not any(skipped[20:])
     assert [row["loss_scale"] for row in rows[:3]] == [2.0**32, 2.0**32, 2.0**31]      # one is tolerated
-    assert all(row["learning_rate"] == 0.0 for row in rows[:first + 1])
-    assert [row["learning_rate"] for row in rows[first:first + 3]] == pytest.approx([0, 1e-4, 2e-4])
+    updates = 0
+    for row in rows:
+        assert row["learning_rate"] == pytest.approx(1e-4 * updates if updates <= 10 else row["learning_rate"])
+        updates += not row["skipped"]
     assert [row["first_sample"] for row in rows] == list(range(0, 120, 4))
-    assert rows[first]["lm_loss"] == pytest.approx(4.6, abs=0.2)
-    assert 0.05 < rows[first]["grad_norm"] < 50
+    assert all(4.0 < row["lm_loss"] < 5.0 and 0.1 < row["grad_norm"] < 10 for row in rows if not row["skipped"])
 
 
 def test_endless_overflow_stops_with_advice_and_is_saved(tmp_path: Path) -> None:

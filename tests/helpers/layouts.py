@@ -176,7 +176,7 @@ def gather_full(name: str, tensor: Tensor | None, run: Run) -> Tensor:
         AssertionError: padding rows are not 0.
     """
     assert isinstance(tensor, DTensor)
-    full = tensor.detach().full_tensor()
+    full = tensor.full_tensor().detach()
     if name in ("embedding.word.weight", "output.weight"):
         assert not full[run.model.vocab_size:].any(), "padding of the vocabulary is not 0"
         full = full[:run.model.vocab_size]

@@ -104,7 +104,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> tuple[dict[int, Any], dict[
     waiting = {rank.connection: rank for rank in ranks}
     while waiting and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), timeout=left):
-            rank = waiting.pop(connection)  # type: ignore[arg-type]
+            rank = waiting.pop(connection)  # type: ignore[call-overload]
             succeeded, value = rank.answer()
             (results if succeeded else errors)[rank.number] = value
             if not succeeded:

@@ -54,8 +54,7 @@ def copy_checkpoint(flags: str, source: str, target: str) -> bool:
     optimizer = build_optimizer(run, model)
     state = load_checkpoint(source, model, optimizer, run)
     assert state is not None
-    vocab = run.model.vocab_size
-    pieces = model_pieces(model, vocab) | optimizer_pieces(model, optimizer, vocab)
+    pieces = model_pieces(model, run.model) | optimizer_pieces(model, optimizer, run.model)
     save_checkpoint(target, state["iteration"], model, optimizer, {"train": state["train"]}, run)
     return all(not piece.padding.any() for piece in pieces.values() if piece.padding is not None)
 

@@ -9,6 +9,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ MAY_IMPORT = {
 }
 
 
+@cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
