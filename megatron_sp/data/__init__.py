@@ -1,0 +1,1 @@
+"""Data: token files, sample order, blends, batches, tokenizers. Knows no process groups."""

@@ -1,0 +1,139 @@
+"""From samples to the microbatches of one rank: it reads the tokens it owns and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from megatron_sp.data.gpt_dataset import Dataset
+from megatron_sp.data.sampler import GlobalBatchSampler
+from megatron_sp.errors import DataError
+from megatron_sp.parallel.layout import SequenceLayout
+
+IGNORED = -100  # label without loss
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One rank's part of a few sequences.
+
+    Attributes:
+        tokens: inputs, int64 ``[b, s/sp]``.
+        labels: next tokens, int64 ``[b, s/sp]``; -100 where there is no loss.
+        positions: place of each input in its whole sequence, int64 ``[b, s/sp]``.
+        sample_ids: place of each sequence in the training order, int64 ``[b]``, always on the CPU.
+        num_valid: labels that are not -100.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    sample_ids: torch.Tensor
+    num_valid: int
+
+    def to(self, device: torch.device | str) -> Microbatch:
+        """The same on ``device`` (sample ids stay on the CPU)."""
+        move = [tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)]
+        return replace(self, tokens=move[0], labels=move[1], positions=move[2])
+
+
+class BatchReader:
+    """Reads the microbatches of one rank, for training and for evaluation.
+
+    Args:
+        dataset: where samples come from.
+        layout: which tokens of a sequence a rank owns.
+        sp_rank: this rank's place among those that share a sequence.
+        dp_rank, dp_size: its place among those with different samples.
+        eod_token: end-of-document token; needed by ``eod_mask_loss``.
+        eod_mask_loss: no loss where the input is ``eod_token``.
+        read_ahead: read the next global batch in the background.
+        vocab_size: refuse token ids that are not below it; 0: do not look.
+
+    Use as a context manager, or call ``close``.
+    """
+
+    def __init__(self, dataset: Dataset, layout: SequenceLayout, sp_rank: int, dp_rank: int, dp_size: int,
+                 eod_token: int | None = None, eod_mask_loss: bool = False, read_ahead: bool = False,
+                 vocab_size: int = 0):
+        if eod_mask_loss and eod_token is None:
+            raise DataError("--eod-mask-loss needs a tokenizer with an end-of-document token, and this one has none.")
+        self.dataset, self.dp_rank, self.dp_size, self.vocab_size = dataset, dp_rank, dp_size, vocab_size
+        self.ranges = layout.ranges(sp_rank)
+        self.positions = torch.from_numpy(np.ascontiguousarray(layout.positions(sp_rank), dtype=np.int64))
+        self.masked_input = eod_token if eod_mask_loss else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead") if read_ahead else None
+        self._next: tuple[tuple[int, int, int], Future[list[Microbatch]]] | None = None
+
+    def read(self, consumed_samples: int, global_batch_size: int, micro_batch_size: int) -> list[Microbatch]:
+        """This rank's microbatches of the global batch that starts at ``consumed_samples``.
+
+        Raises:
+            DataError: the dataset has no such samples.
+        """
+        request = (consumed_samples, global_batch_size, micro_batch_size)
+        batches = self._take(request)
+        if self._pool is not None:
+            following = (consumed_samples + global_batch_size, global_batch_size, micro_batch_size)
+            self._next = (following, self._pool.submit(self._read, *following))
+        return batches
+
+    def _take(self, request: tuple[int, int, int]) -> list[Microbatch]:
+        """The batch that was read ahead if it is the one asked for, else read it now."""
+        ahead, self._next = self._next, None
+        if ahead is None:
+            return self._read(*request)
+        if ahead[0] == request:
+            return ahead[1].result()
+        ahead[1].cancel()
+        return self._read(*request)
+
+    def _read(self, consumed_samples: int, global_batch_size: int, micro_batch_size: int) -> list[Microbatch]:
+        available, wanted = len(self.dataset), consumed_samples + global_batch_size
+        if wanted > available:
+            raise DataError(f"Samples up to {wanted} are needed, but the dataset was built for {available}; "
+                            "its data is used up.")
+        ids = GlobalBatchSampler.microbatches(consumed_samples, global_batch_size, micro_batch_size,
+                                              self.dp_rank, self.dp_size)
+        return [self._microbatch(samples) for samples in ids]
+
+    def _microbatch(self, samples: Sequence[int]) -> Microbatch:
+        shape = (len(samples), len(self.positions))
+        tokens, labels = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+        for row, sample in enumerate(samples):
+            column = 0
+            for start, stop in self.ranges:
+                # Shifted before slicing: one token more than the range, so that no label is missing at its end.
+                window = self.dataset.window(sample, start, stop + 1)
+                self._check_tokens(window)
+                here = slice(column, column + stop - start)
+                tokens[row, here], labels[row, here] = window[:-1], window[1:]
+                column = here.stop
+        if self.masked_input is not None:
+            labels[tokens == self.masked_input] = IGNORED
+        return Microbatch(tokens=torch.from_numpy(tokens), labels=torch.from_numpy(labels),
+                          positions=self.positions.expand(shape).clone(),
+                          sample_ids=torch.tensor(samples, dtype=torch.int64),
+                          num_valid=int(np.count_nonzero(labels != IGNORED)))
+
+    def _check_tokens(self, window: np.ndarray) -> None:
+        if self.vocab_size and (int(window.max()) >= self.vocab_size or int(window.min()) < 0):
+            worst = int(window.max()) if int(window.max()) >= self.vocab_size else int(window.min())
+            raise DataError(f"The data has the token id {worst}, but the vocabulary has {self.vocab_size} ids; it was "
+                            "preprocessed with another tokenizer than --tokenizer-type and its files describe.")
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool = self._next = None
+
+    def __enter__(self) -> BatchReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,192 @@
+"""From the data flags to the training, validation and test datasets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_sp.config.schema import Data
+from megatron_sp.data.blend import SURPLUS, Blend, BlendedDataset, cached_order, member_sizes, parse_data_path
+from megatron_sp.data.gpt_dataset import Dataset, GPTDataset, check_window
+from megatron_sp.data.index_cache import IndexCache
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.mock import MockDataset
+from megatron_sp.errors import DataError
+
+SPLITS = ("train", "valid", "test")
+LONG_NAMES = dict(train="training", valid="validation", test="test")
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The three datasets; None where no samples are asked for or the split has no share."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+    def describe(self) -> str:
+        """All datasets in plain words, one or more lines."""
+        return "\n".join(dataset.describe() for dataset in (self.train, self.valid, self.test) if dataset is not None)
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Shares of ``--split``, normalised: "969, 30, 1" or "100" (all for training).
+
+    Raises:
+        DataError: not one to three numbers of at least 0 with a sum above 0.
+    """
+    words = [word for word in re.split(r"[,/\s]+", text.strip()) if word]
+    good = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
+    if not words or len(words) > 3 or not good or not sum(map(float, words)) > 0:
+        raise DataError(f"--split {text!r} must be one to three shares of at least 0, not all of them 0, for training, "
+                        "validation and test, for example 969,30,1.")
+    shares = np.array([float(word) for word in words] + [0.0] * (3 - len(words)), dtype=np.float64)
+    train, valid, test = (shares / np.sum(shares)).tolist()
+    return train, valid, test
+
+
+def split_bounds(shares: Sequence[float], num_documents: int) -> list[tuple[int, int] | None]:
+    """Documents ``[start, stop)`` of each split, in order, rounded as Megatron does; None for a share of 0."""
+    bounds: list[tuple[int, int] | None] = []
+    begin = 0.0
+    for share in shares:
+        end = begin + share
+        bounds.append((round(begin * float(num_documents)), round(end * float(num_documents))) if share > 0 else None)
+        begin = end
+    return bounds
+
+
+def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[int | None], seed: int, *,
+                   vocab_size: int = 0) -> Splits:
+    """Build what the data flags describe.
+
+    A split of which no samples are asked for (0), with a share of 0 in ``--split`` or without its own path, is
+    None. Every process may call this at the same time: the index cache is built by one of them.
+
+    Args:
+        data: the data flags; ``seq_length`` and one source (paths or mock data) are set.
+        tokenizer_eod: end-of-document token (unused: document boundaries come from the index).
+        num_samples: samples of training, validation and test; None: one epoch.
+        seed: of all shuffles.
+        vocab_size: of the made-up tokens of ``--mock-data``.
+
+    Raises:
+        DataError: files that are missing or damaged, or a split without documents.
+    """
+    del tokenizer_eod
+    builder = _Builder(data, seed)
+    wanted = dict(zip(SPLITS, num_samples, strict=True))
+    own_paths = dict(train=data.train_data_path, valid=data.valid_data_path, test=data.test_data_path)
+    datasets: dict[str, Dataset | None]
+    if data.mock_data:
+        datasets = {name: MockDataset(vocab_size, data.seq_length, count or 0, seed + place, name) if count else None
+                    for place, (name, count) in enumerate(wanted.items())}
+    elif data.data_path:
+        blend = parse_data_path(data.data_path)
+        shares = dict(zip(SPLITS, parse_split(data.split), strict=True))
+        if wanted["train"] != 0 and shares["train"] == 0:
+            raise DataError(f"--split {data.split!r} leaves nothing for training.")
+        datasets = {name: builder.build(blend, name, count, data.split) if count != 0 and shares[name] > 0 else None
+                    for name, count in wanted.items()}
+    elif any(own_paths.values()):
+        datasets = {}
+        for name, count in wanted.items():
+            flag = f"--{name}-data-path"
+            if name == "train" and count != 0 and not own_paths[name]:
+                raise DataError(f"{flag} is missing; beside --valid-data-path or --test-data-path training needs "
+                                "its own.")
+            use = count != 0 and own_paths[name]
+            datasets[name] = builder.build(parse_data_path(own_paths[name], flag), name, count) if use else None
+    else:
+        raise DataError("There is no data; give --data-path, --train-data-path or --mock-data.")
+    if data.dataloader_type == "cyclic" and datasets["train"] is not None:
+        datasets["train"] = CyclicDataset(datasets["train"], seed)
+    return Splits(**datasets)
+
+
+class _Builder:
+    """Opens each token set once and builds datasets of it."""
+
+    def __init__(self, data: Data, seed: int):
+        self.data, self.seed = data, seed
+        self.opened: dict[str, IndexedDataset] = {}
+
+    def build(self, blend: Blend, name: str, count: int | None, split: str = "") -> Dataset:
+        """One split of a blend; ``split`` "" takes all documents."""
+        if len(blend.prefixes) == 1:
+            return self._member(blend.prefixes[0], name, count, split)
+        cache = self._cache(blend.prefixes[0])
+        if blend.weights is None or count is None:
+            members = [self._member(prefix, name, None, split) for prefix in blend.prefixes]
+            sizes = [len(member) for member in members]
+            if count is None or count <= sum(sizes):
+                return self._by_size(members, sizes, name, count, cache)
+            # More than one epoch of everything: repeat all of it in proportion to its size.
+            blend = Blend(blend.prefixes, tuple(size / sum(sizes) for size in sizes))
+        assert blend.weights is not None and count is not None
+        members_index, numbers = cached_order(cache, blend.weights, sum(member_sizes(blend.weights, count)))
+        drawn = np.bincount(members_index, minlength=len(blend.prefixes)).tolist()
+        # Megatron's own number can fall short of what the blend draws when weights are extreme.
+        needed = [max(pair) for pair in zip(member_sizes(blend.weights, count, SURPLUS), drawn, strict=True)]
+        members = [self._member(prefix, name, number, split)
+                   for prefix, number in zip(blend.prefixes, needed, strict=True)]
+        return BlendedDataset(members, members_index, numbers, name)
+
+    def _by_size(self, members: list[Dataset], sizes: list[int], name: str, count: int | None,
+                 cache: IndexCache) -> BlendedDataset:
+        if count is None:
+            return BlendedDataset(members, *cached_order(cache, sizes, None), name)
+        weights = np.array(sizes, dtype=np.float64)
+        return BlendedDataset(members, *cached_order(cache, (weights / np.sum(weights)).tolist(), count), name)
+
+    def _member(self, prefix: str, name: str, count: int | None, split: str) -> Dataset:
+        if prefix not in self.opened:
+            self.opened[prefix] = IndexedDataset(prefix)
+        indexed = self.opened[prefix]
+        bounds = (0, len(indexed))
+        if split:
+            found = split_bounds(parse_split(split), len(indexed))[SPLITS.index(name)]
+            assert found is not None
+            bounds = found
+        if count and bounds[0] == bounds[1] and split:
+            raise DataError(f"The {LONG_NAMES[name]} split of {prefix} is empty: --split {split!r} gives it none of "
+                            f"the {len(indexed)} documents, but {count} samples are needed from it. Give it a larger "
+                            "share, use more documents, or set --eval-iters 0 for no validation and test.")
+        return GPTDataset(indexed, np.arange(*bounds), count, self.data.seq_length, self.seed, name,
+                          self._cache(prefix))
+
+    def _cache(self, prefix: str) -> IndexCache:
+        if self.data.data_cache_path:
+            return IndexCache(self.data.data_cache_path, required=True)
+        return IndexCache(os.path.join(os.path.dirname(os.path.abspath(prefix)), "cache", "megatron_sp"))
+
+
+class CyclicDataset:
+    """Endless epochs over another dataset, each in a random order of its own (``--dataloader-type cyclic``)."""
+
+    NUM_SAMPLES = 2**62
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed, self.seq_length = dataset, seed, dataset.seq_length
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return self.NUM_SAMPLES
+
+    def window(self, sample: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``[start, stop)`` of a sample, int64."""
+        check_window(self, sample, start, stop)
+        epoch, place = divmod(sample, len(self.dataset))
+        order = self._order
+        if order[0] != epoch:
+            order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset)))
+            self._order = order
+        return self.dataset.window(int(order[1][place]), start, stop)
+
+    def describe(self) -> str:
+        return f"{self.dataset.describe()}; in a new random order every {len(self.dataset):,} samples"

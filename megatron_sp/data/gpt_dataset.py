@@ -1,0 +1,129 @@
+"""GPTDataset: fixed-length samples cut from shuffled documents, any window of which can be read alone."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from megatron_sp.data import sample_order as order
+from megatron_sp.data.index_cache import Arrays, IndexCache
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.errors import DataError
+
+
+class Dataset(Protocol):
+    """What training reads from: numbered samples of ``seq_length + 1`` tokens."""
+
+    seq_length: int
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def window(self, sample: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``[start, stop)`` of one sample, int64; ``0 <= start <= stop <= seq_length + 1``."""
+
+    def describe(self) -> str:
+        """The data in plain words, one or more lines."""
+
+
+def check_window(dataset: Dataset, sample: int, start: int, stop: int) -> None:
+    """Raise IndexError for a window outside of the dataset."""
+    if not 0 <= sample < len(dataset):
+        raise IndexError(f"sample {sample} of a dataset of {len(dataset)} samples")
+    if not 0 <= start <= stop <= dataset.seq_length + 1:
+        raise IndexError(f"tokens [{start}, {stop}) of a sample of {dataset.seq_length} + 1 tokens")
+
+
+class GPTDataset:
+    """Samples in the same order as Megatron-core's GPTDataset for the same seed, sizes and documents.
+
+    Args:
+        indexed: the tokens.
+        document_ids: sequences of ``indexed`` that belong to this split, int ``[num_documents]``.
+        num_samples: samples asked for; the documents are repeated as often as needed. None: one epoch.
+        seq_length: inputs in a sample; a sample has one token more, for the last label.
+        seed: of both shuffles.
+        name: of the split, for messages.
+        cache: where the order is kept; default: built in memory.
+
+    Attributes:
+        document_index: shuffled documents of all epochs.
+        starts: position of each in the row of all tokens, int64 ``[len(document_index) + 1]``.
+        shuffle_index: order of the samples.
+
+    Raises:
+        DataError: samples are asked for, but the split has no documents or no tokens.
+    """
+
+    def __init__(self, indexed: IndexedDataset, document_ids: np.ndarray, num_samples: int | None, seq_length: int,
+                 seed: int, name: str = "train", cache: IndexCache | None = None):
+        self.indexed, self.seq_length, self.seed, self.name = indexed, seq_length, seed, name
+        self.document_ids = np.asarray(document_ids)
+        lengths = indexed.lengths if len(document_ids) == len(indexed) else indexed.lengths[self.document_ids]
+        tokens = int(lengths.sum(dtype=np.int64))
+        self._refuse_empty(tokens, num_samples)
+        self.epochs = order.plan_epochs(tokens, seq_length, num_samples)
+        arrays = (cache or IndexCache()).get(self._key(), self._build)
+        self.document_index = arrays["document_index"]
+        self.starts = arrays["starts"]
+        self.shuffle_index = arrays["shuffle_index"]
+
+    def _refuse_empty(self, tokens: int, num_samples: int | None) -> None:
+        where = f"The {self.name} split of {self.indexed.prefix} has {len(self.document_ids)} of " \
+                f"{len(self.indexed)} documents"
+        if not tokens:
+            raise DataError(f"{where} and no tokens, but {'' if num_samples is None else f'{num_samples} '}samples "
+                            "are needed from it. Give it a larger share in --split, use more data, or ask for no "
+                            "samples (--eval-iters 0 for validation and test).")
+        if num_samples is None and tokens <= self.seq_length:
+            raise DataError(f"{where} and {tokens} tokens, which do not fill one sample of {self.seq_length} + 1 "
+                            "tokens; use a smaller --seq-length, more data, or give the dataset a weight (it is then "
+                            "repeated).")
+
+    def _key(self) -> dict[str, object]:
+        """Everything the arrays depend on."""
+        ids = np.ascontiguousarray(self.document_ids, dtype=np.int64)
+        contiguous = len(ids) > 0 and bool(np.all(np.diff(ids) == 1))
+        documents: object = [int(ids[0]), int(ids[-1]) + 1] if contiguous else ids.tolist()
+        return dict(kind="gpt", lengths=self.indexed.fingerprint(), documents=documents, seq_length=self.seq_length,
+                    seed=self.seed, num_epochs=self.epochs.num_epochs, num_samples=self.epochs.num_samples,
+                    first_shuffle=self.epochs.first_shuffle, separate=self.epochs.separate_final_epoch)
+
+    def _build(self) -> Arrays:
+        random = np.random.RandomState(self.seed)
+        document_index = order.build_document_index(self.document_ids, self.epochs, random)
+        starts = order.build_starts(self.indexed.lengths, document_index)
+        shuffle = order.build_shuffle_index(self.epochs.first_shuffle, self.epochs.num_samples, random)
+        return dict(document_index=document_index, starts=starts, shuffle_index=shuffle)
+
+    def __len__(self) -> int:
+        return self.epochs.num_samples
+
+    def window(self, sample: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``[start, stop)`` of a sample, int64; reads these tokens and no others."""
+        check_window(self, sample, start, stop)
+        position = int(self.shuffle_index[sample]) * self.seq_length + start
+        out = np.empty(stop - start, dtype=np.int64)
+        entry, filled = int(order.locate(self.starts, position)), 0
+        while filled < len(out):
+            offset = position + filled - int(self.starts[entry])
+            left = int(self.starts[entry + 1] - self.starts[entry]) - offset
+            count = min(left, len(out) - filled)
+            if count:
+                out[filled:filled + count] = self.indexed.get(int(self.document_index[entry]), offset, count)
+            filled += count
+            entry += 1
+        return out
+
+    def sample_index(self) -> np.ndarray:
+        """Megatron's sample index, int64 ``[num_samples + 1, 2]``: computed, not stored."""
+        return order.build_sample_index(self.starts, len(self), self.seq_length)
+
+    def describe(self) -> str:
+        epochs = self.epochs
+        per_epoch = (epochs.tokens_per_epoch - 1) // self.seq_length
+        times = "once" if epochs.num_epochs == 1 else f"{epochs.num_epochs} times"
+        return (f"{self.name}: {self.indexed.prefix}: {len(self.document_ids):,} documents, "
+                f"{epochs.tokens_per_epoch:,} tokens = {per_epoch:,} samples of {self.seq_length:,} tokens per epoch; "
+                f"read up to {times} for {len(self):,} samples")

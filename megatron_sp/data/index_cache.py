@@ -1,0 +1,122 @@
+"""Arrays on disk that many processes share: built once, complete or absent, memory-mapped.
+
+An entry is a directory named by the hash of everything its arrays depend on. It is built under
+another name and renamed, so a reader never sees half of one and nothing is ever rewritten. A lock
+lets the first process build while the others wait; where a file system has no locks, two may build
+the same entry and the second is thrown away. Each node with its own disk builds its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from megatron_sp.errors import DataError
+
+try:
+    import fcntl
+except ImportError:  # not on every platform
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = 1  # part of every key: raise it when the meaning of a stored array changes
+Arrays = dict[str, np.ndarray]
+
+
+class IndexCache:
+    """Named arrays under one directory.
+
+    Args:
+        directory: where entries live; "" keeps nothing on disk.
+        required: whether the user asked for this directory (then failing to write it is an error; the default
+            place beside the data may be read-only).
+    """
+
+    def __init__(self, directory: str = "", required: bool = False):
+        self.directory = directory
+        self.required = required
+
+    def get(self, description: dict[str, object], build: Callable[[], Arrays]) -> Arrays:
+        """The arrays for ``description``, read from disk or built now.
+
+        Args:
+            description: plain values that determine the arrays.
+            build: makes them.
+        """
+        if not self.directory:
+            return build()
+        text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
+        entry = os.path.join(self.directory, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+        if (arrays := _load(entry)) is not None:
+            return arrays
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+            with _locked(entry + ".lock"):
+                if (arrays := _load(entry)) is None:
+                    _store(entry, text, build())
+                    arrays = _load(entry)
+        except OSError as error:
+            if self.required:
+                raise DataError(f"--data-cache-path {self.directory} cannot be written ({error.strerror}); "
+                                "give a directory with write permission and free space.") from None
+            return build()
+        if arrays is None:
+            raise DataError(f"{entry} was written but cannot be read back; remove it or use another "
+                            "--data-cache-path.")
+        return arrays
+
+
+def _load(entry: str) -> Arrays | None:
+    try:
+        names = [name for name in sorted(os.listdir(entry)) if name.endswith(".npy")]
+        return {name[:-4]: _map(os.path.join(entry, name)) for name in names} or None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:  # numpy's words for a damaged file
+        raise DataError(f"The index cache {entry} is damaged ({error}); remove this directory, it is built "
+                        "again.") from None
+
+
+def _map(path: str) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except EOFError:
+        raise ValueError("empty file") from None
+
+
+def _store(entry: str, text: str, arrays: Arrays) -> None:
+    aside = tempfile.mkdtemp(prefix=".building-", dir=os.path.dirname(entry))
+    try:
+        for name, array in arrays.items():
+            with open(os.path.join(aside, name + ".npy"), "wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+        with open(os.path.join(aside, "description.json"), "w") as file:
+            file.write(text + "\n")
+        os.chmod(aside, 0o755)  # mkdtemp's directory is private; others may share the data
+        with contextlib.suppress(FileExistsError, NotADirectoryError):
+            os.rename(aside, entry)
+    except OSError as error:
+        if not os.path.isdir(entry):  # "not empty": another process was first
+            raise error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold an exclusive lock; a killed holder lets go of it."""
+    if fcntl is None:
+        yield
+        return
+    with open(path, "a") as file:
+        with contextlib.suppress(OSError):  # no locks here: worst case is building twice
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

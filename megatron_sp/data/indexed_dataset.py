@@ -1,0 +1,288 @@
+"""Token files: Megatron's memory-mapped ``.bin`` / ``.idx`` pair (MMIDIDX version 1).
+
+``PREFIX.bin`` is the tokens of all sequences, one after another, without header.
+``PREFIX.idx`` is little-endian and packed::
+
+    magic "MMIDIDX\\0\\0" (9 bytes) | version uint64 = 1 | dtype code uint8
+    num_sequences uint64 | num_document_indices uint64
+    lengths int32 [num_sequences]           tokens per sequence
+    pointers int64 [num_sequences]          byte offset of each sequence in the .bin
+    document_indices int64 [num_documents+1]  first sequence of each document, then num_sequences
+    modes int8 [num_sequences]              only in multimodal sets; not used here
+
+A document without tokens has no sequence; it only repeats an entry of ``document_indices``. All
+arithmetic on counts and offsets is 64-bit, and nothing here loops over sequences in Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from megatron_sp.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+DTYPE_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+MAX_LENGTH = 2**31 - 1  # lengths are int32 in the file
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """Token type that Megatron chooses: uint16 below a vocabulary of 65,500, else int32."""
+    return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
+
+
+def bin_path(prefix: str | os.PathLike[str]) -> str:
+    return os.fspath(prefix) + ".bin"
+
+
+def idx_path(prefix: str | os.PathLike[str]) -> str:
+    return os.fspath(prefix) + ".idx"
+
+
+def pointers_of(lengths: np.ndarray, itemsize: int) -> np.ndarray:
+    """Byte offset of every sequence, int64 also where the int32 lengths sum beyond 2^31."""
+    pointers = np.zeros(len(lengths), dtype=np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+    pointers *= itemsize
+    return pointers
+
+
+class IndexedDataset:
+    """Sequences of tokens on disk, memory-mapped and checked when opened.
+
+    Args:
+        prefix: path of the two files without ``.bin`` / ``.idx``.
+
+    Attributes:
+        lengths: tokens per sequence, int32 ``[num_sequences]``.
+        pointers: byte offset per sequence, int64 ``[num_sequences]``.
+        document_indices: first sequence per document, int64 ``[num_documents + 1]``.
+        dtype: type of the stored tokens.
+
+    Raises:
+        DataError: a file is missing, damaged, or the two do not belong together.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]):
+        self.prefix = os.fspath(prefix)
+        for path in (idx_path(prefix), bin_path(prefix)):
+            if not os.path.isfile(path):
+                raise DataError(f"{path} does not exist. {_prefix_hint(self.prefix)}")
+        self._read_index()
+        self._check_index()
+        self._open_tokens()
+
+    def _read_index(self) -> None:
+        path = idx_path(self.prefix)
+        size = os.path.getsize(path)
+        if size < HEADER.size:
+            raise DataError(f"{path} has {size} bytes, fewer than the {HEADER.size} of an index header; "
+                            "it is damaged or not an index.")
+        with open(path, "rb") as file:
+            magic, version, code, num_sequences, num_entries = HEADER.unpack(file.read(HEADER.size))
+        if magic != MAGIC:
+            raise DataError(f"{path} starts with {magic!r} instead of {MAGIC!r}; it is not a Megatron token index "
+                            "(the old lazy/cached formats have to be preprocessed again).")
+        if version != VERSION:
+            raise DataError(f"{path} has format version {version}; this program reads version {VERSION}.")
+        if code not in DTYPES:
+            raise DataError(f"{path} has dtype code {code}; token sets have one of {sorted(DTYPES)}.")
+        expected = HEADER.size + 12 * num_sequences + 8 * num_entries
+        if size not in (expected, expected + num_sequences):
+            raise DataError(f"{path} has {size} bytes, but its header announces {num_sequences} sequences and "
+                            f"{num_entries} document entries, which take {expected}; it is damaged or cut short.")
+        self.dtype = np.dtype(DTYPES[code])
+        buffer = np.memmap(path, dtype=np.uint8, mode="r")
+        ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_entries]).tolist()
+        self.lengths = buffer[ends[0]:ends[1]].view("<i4")
+        self.pointers = buffer[ends[1]:ends[2]].view("<i8")
+        self.document_indices = buffer[ends[2]:ends[3]].view("<i8")
+
+    def _check_index(self) -> None:
+        path = idx_path(self.prefix)
+        lengths, pointers, documents = self.lengths, self.pointers, self.document_indices
+        if len(lengths) and int(lengths.min()) < 0:
+            raise DataError(f"{path} has the negative length {int(lengths.min())} at sequence {int(lengths.argmin())}.")
+        ends = pointers + lengths.astype(np.int64) * self.dtype.itemsize
+        if len(pointers) and int(pointers[0]) != 0:
+            raise DataError(f"{path}: the first sequence starts at byte {int(pointers[0])} instead of 0.")
+        wrong = np.flatnonzero(pointers[1:] != ends[:-1])
+        if len(wrong):
+            at = int(wrong[0]) + 1
+            raise DataError(f"{path}: sequence {at} starts at byte {int(pointers[at])}, but the one before it ends at "
+                            f"byte {int(ends[at - 1])}; the index is damaged.")
+        if len(documents) == 0 or int(documents[0]) != 0 or int(documents[-1]) != len(lengths):
+            raise DataError(f"{path}: the document entries must run from 0 to {len(lengths)} (the number of "
+                            f"sequences), not {documents[:1].tolist()} to {documents[-1:].tolist()}.")
+        if np.any(documents[1:] < documents[:-1]):
+            raise DataError(f"{path}: the document entries are not in order.")
+        self.num_tokens = int(lengths.sum(dtype=np.int64))
+        size, expected = os.path.getsize(bin_path(self.prefix)), self.num_tokens * self.dtype.itemsize
+        if size != expected:
+            raise DataError(f"{bin_path(self.prefix)} has {size} bytes, but {path} describes {self.num_tokens} "
+                            f"{self.dtype.name} tokens in {len(lengths)} sequences, which take {expected}; the two "
+                            "files come from different runs or one is cut short. Preprocess the data again.")
+
+    def _open_tokens(self) -> None:
+        # An empty file cannot be mapped.
+        self._tokens = (np.memmap(bin_path(self.prefix), dtype=self.dtype.newbyteorder("<"), mode="r")
+                        if self.num_tokens else np.empty(0, dtype=self.dtype))
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens ``[offset, offset + length)`` of sequence ``i``, as stored: ``dtype [length]``, a view."""
+        total = int(self.lengths[i])
+        length = total - offset if length is None else length
+        if not 0 <= offset <= offset + length <= total:
+            raise IndexError(f"tokens [{offset}, {offset + length}) of a sequence of {total} tokens")
+        start = int(self.pointers[i]) // self.dtype.itemsize + offset
+        return self._tokens[start:start + length]
+
+    def fingerprint(self) -> str:
+        """Stable hash of the sequence lengths: all that the order of samples depends on."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(np.ascontiguousarray(self.lengths))
+        return digest.hexdigest()
+
+
+def _prefix_hint(prefix: str) -> str:
+    if prefix.endswith((".bin", ".idx")) and os.path.exists(prefix):
+        return f"Give the prefix without its ending: {prefix[:-4]}"
+    folder, name = os.path.split(prefix)
+    if not os.path.isdir(folder or "."):
+        return f"The directory {folder} does not exist."
+    near = sorted(path.name[:-4] for path in Path(folder or ".").glob(name + "*.idx"))
+    if near:
+        return "Did you mean " + " or ".join(os.path.join(folder, other) for other in near[:3]) + "?"
+    return "A prefix is the path of the .bin and .idx files without ending, as written by tools/preprocess_data.py."
+
+
+class IndexedDatasetBuilder:
+    """Writes a token set; both files appear under their names only when complete.
+
+    Args:
+        prefix: path of the two files without ending.
+        dtype: type of the stored tokens, see ``best_dtype``.
+
+    Use as a context manager: leaving it by an exception removes the unfinished files.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type[np.generic]):
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in DTYPE_CODES:
+            raise ValueError(f"tokens cannot be stored as {self.dtype}")
+        self._aside = f".writing-{os.getpid()}"
+        self._lengths: list[np.ndarray] = []  # int32 pieces
+        self._document_ends: list[np.ndarray] = []  # int64 pieces
+        self._num_sequences = 0
+        try:
+            os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
+            self._file = open(bin_path(self.prefix) + self._aside, "wb")  # noqa: SIM115 (closed in finalize/abort)
+        except OSError as error:
+            raise DataError(f"{bin_path(self.prefix)} cannot be written: {error.strerror}.") from None
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.abort()
+
+    def add_document(self, tokens: np.ndarray | list[int], lengths: list[int] | None = None) -> None:
+        """Add one document.
+
+        Args:
+            tokens: all its tokens.
+            lengths: tokens per sequence; default: one sequence, or none when there are no tokens.
+        """
+        if lengths is None:
+            lengths = [len(tokens)] if len(tokens) else []
+        counts = np.asarray(lengths, dtype=np.int64)
+        self._add(self._convert(tokens), counts, np.array([len(counts)], dtype=np.int64))
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Add many documents of one sequence each: their tokens in a row, and tokens per document (0: empty)."""
+        lengths = np.asarray(lengths, dtype=np.int64)
+        filled = lengths > 0
+        self._add(self._convert(tokens), lengths[filled], filled.astype(np.int64))
+
+    def add_dataset(self, other: IndexedDataset) -> None:
+        """Append another token set of the same type, keeping its document entries."""
+        if other.dtype != self.dtype:
+            raise DataError(f"{other.prefix}.bin holds {other.dtype} tokens and cannot be appended to a set of "
+                            f"{self.dtype} tokens ({self.prefix}).")
+        step = 1 << 24
+        for start in range(0, other.num_tokens, step):
+            self._file.write(np.ascontiguousarray(other._tokens[start:start + step]).tobytes())
+        self._append(other.lengths.astype(np.int64), np.diff(other.document_indices))
+
+    def _convert(self, tokens: np.ndarray | list[int]) -> np.ndarray:
+        wide = np.asarray(tokens)
+        if wide.dtype == self.dtype or not wide.size:
+            return wide.astype(self.dtype, copy=False)
+        limits = np.iinfo(self.dtype)
+        if int(wide.min()) < limits.min or int(wide.max()) > limits.max:
+            worst = int(wide.max()) if int(wide.max()) > limits.max else int(wide.min())
+            raise DataError(f"{self.prefix}: token id {worst} does not fit into {self.dtype.name}; "
+                            "the vocabulary size given is too small for the tokens.")
+        return wide.astype(self.dtype)
+
+    def _add(self, tokens: np.ndarray, lengths: np.ndarray, sequences_per_document: np.ndarray) -> None:
+        if int(lengths.sum()) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens given, but the lengths add up to {int(lengths.sum())}")
+        self._file.write(tokens.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
+        self._append(lengths, sequences_per_document)
+
+    def _append(self, lengths: np.ndarray, sequences_per_document: np.ndarray) -> None:
+        if len(lengths) and int(lengths.max()) > MAX_LENGTH:
+            raise DataError(f"{self.prefix}: a sequence has {int(lengths.max())} tokens; the format holds at most "
+                            f"{MAX_LENGTH}. Split the document.")
+        self._lengths.append(lengths.astype("<i4"))
+        self._document_ends.append(self._num_sequences + np.cumsum(sequences_per_document, dtype=np.int64))
+        self._num_sequences += len(lengths)
+
+    def finalize(self) -> None:
+        """Write the index and give both files their names."""
+        lengths = np.concatenate([np.empty(0, dtype="<i4"), *self._lengths])
+        documents = np.concatenate([np.zeros(1, dtype="<i8"), *self._document_ends]).astype("<i8")
+        _flush(self._file)
+        with open(idx_path(self.prefix) + self._aside, "wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(documents)))
+            index.write(lengths.tobytes())
+            index.write(pointers_of(lengths, self.dtype.itemsize).astype("<i8").tobytes())
+            index.write(documents.tobytes())
+            _flush(index)
+        # An older index must never stand beside the new tokens.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(idx_path(self.prefix))
+        os.replace(bin_path(self.prefix) + self._aside, bin_path(self.prefix))
+        os.replace(idx_path(self.prefix) + self._aside, idx_path(self.prefix))
+
+    def abort(self) -> None:
+        """Remove what has been written so far."""
+        self._file.close()
+        for path in (bin_path(self.prefix), idx_path(self.prefix)):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path + self._aside)
+
+
+def _flush(file: object) -> None:
+    file.flush()  # type: ignore[attr-defined]
+    os.fsync(file.fileno())  # type: ignore[attr-defined]
+    file.close()  # type: ignore[attr-defined]

@@ -1,0 +1,48 @@
+"""MockDataset: made-up tokens, needs no files; any window is computed alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_sp.data.gpt_dataset import check_window
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's output function: a good hash of 64-bit counters, uint64 to uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class MockDataset:
+    """Uniform random tokens, a pure function of (seed, sample, position).
+
+    Args:
+        vocab_size: tokens are below this.
+        seq_length: inputs in a sample.
+        num_samples: length of the dataset.
+        seed: of the tokens.
+    """
+
+    def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int, name: str = "train"):
+        if vocab_size < 1:
+            raise ValueError(f"vocabulary of {vocab_size} tokens")
+        self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
+        self.seed, self.name = seed, name
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def window(self, sample: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``[start, stop)`` of a sample, int64."""
+        check_window(self, sample, start, stop)
+        key = np.array([self.seed & _MASK, sample], dtype=np.uint64)
+        stream = _mix(_mix(key[:1]) + key[1:] * np.uint64(_GOLDEN))
+        counters = np.arange(start, stop, dtype=np.uint64) * np.uint64(_GOLDEN) + stream
+        return (_mix(counters) % np.uint64(self.vocab_size)).astype(np.int64)
+
+    def describe(self) -> str:
+        return f"{self.name}: {len(self):,} made-up samples of {self.seq_length:,} random tokens (--mock-data)"

@@ -1,0 +1,222 @@
+"""Tokenizers behind one small interface; each library is imported only where it is used."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_sp.config.schema import Data
+from megatron_sp.errors import DataError
+
+GPT2_EOD = "<|endoftext|>"
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: ids are below this; not padded.
+        eod: id that ends a document, or None.
+    """
+
+    vocab_size: int
+    eod: int | None
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without ``eod``."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of many texts in this thread."""
+        return [self.encode(text) for text in texts]
+
+
+class GPT2BPETokenizer(Tokenizer):
+    """GPT-2's byte-level BPE. ``<|endoftext|>`` spelled in a text becomes that token, as in Megatron.
+
+    Args:
+        vocab_file: vocab.json.
+        merge_file: merges.txt.
+    """
+
+    def __init__(self, vocab_file: str, merge_file: str):
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        try:
+            model = models.BPE.from_file(vocab_file, merge_file)
+        except Exception as error:  # the library raises bare Exceptions
+            raise DataError(f"--vocab-file {vocab_file} and --merge-file {merge_file} are not a GPT-2 vocabulary and "
+                            f"its merges: {error}") from None
+        self._tokenizer = tokenizers.Tokenizer(model)
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
+        self.eod = self._tokenizer.token_to_id(GPT2_EOD)
+        if self.eod is None:
+            raise DataError(f"--vocab-file {vocab_file} has no {GPT2_EOD} token, which ends documents.")
+        self._tokenizer.add_special_tokens([GPT2_EOD])
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model.
+
+    ``eod`` is the model's end-of-sentence piece; a model without one gets one id more, at the end.
+
+    Args:
+        model_file: the .model file.
+        begin: put the model's begin-of-sentence id before every text (Llama2Tokenizer).
+    """
+
+    def __init__(self, model_file: str, begin: bool = False):
+        import sentencepiece
+
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=model_file)
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"--tokenizer-model {model_file} is not a SentencePiece model: {error}") from None
+        self.num_pieces = self._model.vocab_size()
+        eos, bos = self._model.eos_id(), self._model.bos_id()
+        self.eod = eos if eos >= 0 else self.num_pieces
+        self.vocab_size = max(self.num_pieces, self.eod + 1)
+        if begin and bos < 0:
+            raise DataError(f"--tokenizer-model {model_file} has no begin-of-sentence piece, which Llama2Tokenizer "
+                            "needs; use --tokenizer-type SentencePieceTokenizer.")
+        self._before = [bos] if begin else []
+
+    def encode(self, text: str) -> list[int]:
+        return self._before + self._model.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self._model.encode(list(texts), num_threads=1)
+        return [self._before + ids for ids in encoded] if self._before else encoded
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids if 0 <= i < self.num_pieces])
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A Hugging Face tokenizer directory (or a name in the local cache); never goes to the network.
+
+    Special tokens are not added around texts; ``eod`` is the tokenizer's end-of-sentence token.
+    """
+
+    def __init__(self, name_or_path: str, trust_remote_code: bool = False):
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                name_or_path, local_files_only=True, trust_remote_code=trust_remote_code)
+        except Exception as error:  # many kinds, from many depths
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DataError(f"--tokenizer-model {name_or_path} cannot be loaded as a Hugging Face tokenizer: {reason} "
+                            "Give a local directory with its files.") from None
+        finally:
+            logging.set_verbosity(verbosity)
+        self._tokenizer.model_max_length = 10**12  # else it warns about every long document
+        self.vocab_size = len(self._tokenizer)
+        self.eod = self._tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+
+
+class NullTokenizer(Tokenizer):
+    """Texts are numbers with blanks between them. ``eod`` is ``vocab_size - 1``, as in today's Megatron."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataError(f"NullTokenizer reads whole numbers with blanks between them: {error}.") from None
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise DataError(f"Token id {i} is not below --vocab-size {self.vocab_size}.")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+
+def _gpt2(data: Data, _: int) -> Tokenizer:
+    return GPT2BPETokenizer(_file(data, "--vocab-file", data.vocab_file), _file(data, "--merge-file", data.merge_file))
+
+
+def _sentencepiece(data: Data, _: int) -> Tokenizer:
+    return SentencePieceTokenizer(_file(data, "--tokenizer-model", data.tokenizer_model))
+
+
+def _llama2(data: Data, _: int) -> Tokenizer:
+    return SentencePieceTokenizer(_file(data, "--tokenizer-model", data.tokenizer_model), begin=True)
+
+
+def _hugging_face(data: Data, _: int) -> Tokenizer:
+    if not data.tokenizer_model:
+        raise DataError(f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model DIRECTORY.")
+    return HuggingFaceTokenizer(data.tokenizer_model, data.trust_remote_code)
+
+
+def _null(_: Data, vocab_size: int) -> Tokenizer:
+    if vocab_size < 1:
+        raise DataError("--tokenizer-type NullTokenizer needs --vocab-size.")
+    return NullTokenizer(vocab_size)
+
+
+def _file(data: Data, flag: str, path: str) -> str:
+    if not path:
+        raise DataError(f"--tokenizer-type {data.tokenizer_type} needs {flag} FILE.")
+    if not os.path.isfile(path):
+        raise DataError(f"{flag} {path} is not a file; --tokenizer-type {data.tokenizer_type} reads its vocabulary "
+                        "from there.")
+    return path
+
+
+def build_tokenizer(data: Data, model_vocab_size: int = 0) -> Tokenizer:
+    """The tokenizer that the flags describe.
+
+    Args:
+        data: the data flags.
+        model_vocab_size: ``--vocab-size``; only NullTokenizer reads it.
+
+    Raises:
+        DataError: a missing flag, or a file that is missing or damaged.
+    """
+    makers: dict[str, Callable[[Data, int], Tokenizer]] = dict(
+        GPT2BPETokenizer=_gpt2, SentencePieceTokenizer=_sentencepiece, GPTSentencePieceTokenizer=_sentencepiece,
+        Llama2Tokenizer=_llama2, HuggingFaceTokenizer=_hugging_face, HFTokenizer=_hugging_face,
+        PretrainedFromHF=_hugging_face, NullTokenizer=_null)
+    make = {name.lower(): maker for name, maker in makers.items()}.get(data.tokenizer_type.lower())
+    if make is None:
+        raise DataError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(makers)}.")
+    return make(data, model_vocab_size)
