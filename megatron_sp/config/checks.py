@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 from megatron_sp.config.bounds import BOUNDS, bound_problem
 from megatron_sp.config.checks_data import check_data, check_tokenizer
+from megatron_sp.config.checks_memory import check_memory
 from megatron_sp.config.checks_pipeline import check_pipeline, check_ring
 from megatron_sp.config.checks_schedule import check_schedule, check_weight_decay
 from megatron_sp.config.checks_size import check_batch, check_model, check_parallel, check_sequence
 from megatron_sp.config.options import schema_options
 from megatron_sp.config.schema import Data, Run
+from megatron_sp.config.sequence_split import split_note
 from megatron_sp.config.tables import FIELDS_NOT_YET
 from megatron_sp.errors import ConfigError
 
@@ -30,9 +32,8 @@ def check(run: Run) -> None:
 def check_problems(run: Run) -> list[str]:
     """Every broken rule of a resolved run, one sentence each; looks at no files."""
     topics: tuple[Callable[[Run], list[str]], ...] = (
-        check_required, check_bounds, check_not_yet, check_model, check_parallel, check_pipeline, check_ring, check_sequence,
-        check_batch, check_length, check_schedule, check_weight_decay, check_precision, check_data, check_tokenizer,
-        check_checkpoint)
+        check_required, check_bounds, check_not_yet, check_model, check_parallel, check_pipeline, check_ring,
+        check_memory, check_sequence, check_batch, check_length, check_schedule, check_weight_decay, check_precision, check_data, check_tokenizer, check_checkpoint)
     return [problem for topic in topics for problem in topic(run)]
 
 
@@ -126,8 +127,8 @@ def file_problems(run: Run) -> list[str]:
 
 
 def advice(run: Run) -> list[str]:
-    """Notes on flags that are accepted and have no effect in this run."""
-    notes = []
+    """Notes on what was chosen for the user, and on flags that have no effect in this run."""
+    notes = [note] if (note := split_note(run.parallel, run.model)) else []
     if run.parallel.megatron_sp and run.parallel.tp == 1:
         notes.append("--sequence-parallel has no effect at --tensor-model-parallel-size 1 (to split sequences over "
                      "ranks say --ulysses-size N).")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_sp.config.schema import Run
+from megatron_sp.config.sequence_split import split_problem
 from megatron_sp.config.values import either
 
 ZERO_BUBBLE = ("zero-bubble", "zbv", "dualpipev")
@@ -50,7 +51,7 @@ def _schedule_rules(run: Run) -> list[str]:
     if name in ZERO_BUBBLE and parallel.zero_stage == 3:
         found.append(f"--pipeline-schedule {name} with --zero-stage 3 would give wrong gradients (weights are dropped "
                      "between the two halves of backward); use --zero-stage 2 or less, or another schedule.")
-    if name in ZERO_BUBBLE and run.train.recompute_granularity:
+    if name in ZERO_BUBBLE and run.memory.recompute_granularity:
         found.append(f"--pipeline-schedule {name} splits backward in two and cannot recompute a layer for each half; "
                      "leave recomputation out, or use another schedule.")
     return found + [problem for batch in _batch_sizes(run) for problem in _microbatch_rules(run, batch)]
@@ -72,9 +73,9 @@ def _microbatch_rules(run: Run, global_batch_size: int) -> list[str]:
     if step < 1 or global_batch_size % step:
         return []  # the batch rules say so
     number, name, pp = global_batch_size // step, parallel.pipeline_schedule, parallel.pp
-    if _is_valid_number(name, number, pp):
+    if takes_microbatches(name, number, pp):
         return []
-    candidates = [other for other in range(1, 4 * max(number, 2 * pp) + 1) if _is_valid_number(name, other, pp)]
+    candidates = [other for other in range(1, 4 * max(number, 2 * pp) + 1) if takes_microbatches(name, other, pp)]
     nearest = sorted(sorted(candidates, key=lambda other: abs(other - number))[:2])
     rule = f"at least {2 * pp} microbatches" if name == "dualpipev" else \
         f"fewer microbatches than twice the {pp} pipeline ranks, or a number that divides into equal rounds of at least {pp}"
@@ -83,14 +84,17 @@ def _microbatch_rules(run: Run, global_batch_size: int) -> list[str]:
             f"{rule}; the nearest valid values are {either([other * step for other in nearest])}."]
 
 
-def _is_valid_number(schedule: str, number: int, pp: int) -> bool:
+def takes_microbatches(schedule: str, number: int, pp: int) -> bool:
+    """Whether a schedule works with this number of microbatches."""
     if schedule in ("interleaved", "zero-bubble"):
         return number % max(1, number // pp) == 0
     return number >= 2 * pp if schedule == "dualpipev" else number >= 1
 
 
 def check_ring(run: Run) -> list[str]:
-    """What a ring cannot do."""
+    """What a ring cannot do, and a split that contradicts itself."""
+    if problem := split_problem(run.parallel):
+        return [problem]
     if run.parallel.ring > 1 and run.model.attention_dropout > 0:
         return [f"--attention-dropout {run.model.attention_dropout:g} is not possible with --ring-size "
                 f"{run.parallel.ring}: blocks of keys are merged from partial sums, whose probabilities no rank "

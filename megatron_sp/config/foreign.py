@@ -67,9 +67,10 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "--RMSNorm": ("model.normalization", "RMSNorm"),
     "--use-rotary-position-embeddings": ("model.position_embedding_type", "rope"),
     "--use-llama2-rotary-position-embeddings": ("model.position_embedding_type", "rope"),
-    "--checkpoint-activations": ("train.recompute_granularity", "full"),
-    "--deepspeed-activation-checkpointing": ("train.recompute_granularity", "full"),
-    "--recompute-activations": ("train.recompute_granularity", "selective"),
+    "--checkpoint-in-cpu": ("memory.offload_activations", 1.0),
+    "--checkpoint-activations": ("memory.recompute_granularity", "full"),
+    "--deepspeed-activation-checkpointing": ("memory.recompute_granularity", "full"),
+    "--recompute-activations": ("memory.recompute_granularity", "selective"),
 }
 
 SWITCH_HELP: dict[str, str] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_sp.config.checks import advice, check_problems, file_problems
 from megatron_sp.config.flags import Parsed, parse
@@ -12,13 +13,15 @@ from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError
 
 
-def load_run(argv: Sequence[str], world_size: int, files: bool = True) -> tuple[Run, list[str]]:
+def load_run(argv: Sequence[str], world_size: int, files: bool = True,
+             devices_per_node: int = 0) -> tuple[Run, list[str]]:
     """Parse, resolve and check a command line.
 
     Args:
         argv: the words after the program's name.
         world_size: number of processes.
         files: also look whether the files that are named exist.
+        devices_per_node: what the launcher knows of it; 0: nothing.
 
     Returns:
         The resolved run (vocabulary sizes still open, see ``resolve.with_vocab``), and notes that
@@ -30,13 +33,20 @@ def load_run(argv: Sequence[str], world_size: int, files: bool = True) -> tuple[
         SystemExit: after printing the help for ``--help``.
     """
     parsed = parse(argv)
-    run = resolve(parsed.run, world_size)
+    run = resolve(_on_nodes(parsed.run, devices_per_node), world_size)
     found = check_problems(run) + (file_problems(run) if files else [])
     problems = parsed.problems + [_in_users_words(problem, parsed) for problem in found
                                   if not _already_reported(problem, parsed)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return run, parsed.notes + [_in_users_words(note, parsed) for note in advice(run)]
+
+
+def _on_nodes(run: Run, devices_per_node: int) -> Run:
+    """The run with the launcher's node size, where the command line names none."""
+    if run.parallel.devices_per_node or not devices_per_node:
+        return run
+    return replace(run, parallel=replace(run.parallel, devices_per_node=devices_per_node))
 
 
 def _already_reported(problem: str, parsed: Parsed) -> bool:

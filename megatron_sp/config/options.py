@@ -65,6 +65,8 @@ class Option:
             if isinstance(self.nargs, int) and len(words) != self.nargs:
                 raise ValueError(f"{self.nargs} values are needed, {len(words)} given")
             return tuple(parse_int(word) for word in words)
+        if self.nargs == "?" and not texts:
+            return 1.0  # a share without a number: all of it
         text = strip_quotes(texts[0])
         if self.kind == "int":
             return parse_int(text)

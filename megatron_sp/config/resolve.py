@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_sp.config.schema import Data, Model, Optimizer, Parallel, Run, Schedule, Train
+from megatron_sp.config.sequence_split import with_split
 from megatron_sp.errors import ConfigError
 
 
@@ -18,9 +19,11 @@ def resolve(run: Run, world_size: int) -> Run:
     Args:
         world_size: number of processes.
     """
-    parallel = _pipeline(_parallel(replace(run.parallel, world_size=world_size)), run.model.num_layers)
+    model = _model(run.model, run.data)
+    parallel = with_split(replace(run.parallel, world_size=world_size), model)
+    parallel = _pipeline(_parallel(parallel), model.num_layers)
     return replace(
-        run, parallel=parallel, model=_model(run.model, run.data), optimizer=_optimizer(run.optimizer),
+        run, parallel=parallel, model=model, optimizer=_optimizer(run.optimizer),
         schedule=_schedule(run.schedule, run.train), train=_train(run.train, parallel))
 
 

@@ -102,6 +102,10 @@ class Parallel:
                            "around attention.", "--ulysses-size", "--ds-sequence-parallel-size")
     ring: int = flag(1, "Ring sequence parallelism: each sequence split over this many ranks, keys and values "
                         "travel in a ring.", "--ring-size")
+    sequence_split: int = flag(0, "Split each sequence over this many ranks and choose ulysses-size and ring-size from "
+                                  "the head counts, the tensor-parallel size and the devices of a node.")
+    devices_per_node: int = flag(0, "Devices with fast links between them, for --sequence-split; default: the "
+                                    "launcher's processes per node, else 8.")
     megatron_sp: bool = flag(False, "Split the activations between tensor-parallel regions over the tensor-parallel "
                                     "ranks (Megatron's meaning of the word; not Ulysses).", "--sequence-parallel")
     zero_stage: int = flag(0, "What is sharded over the data- and sequence-parallel ranks together: 0 nothing, 1 "
@@ -231,7 +235,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Train:
-    """Training: batch, length, evaluation, recompute, stopping."""
+    """Training: batch, length, evaluation, stopping."""
 
     micro_batch_size: int = flag(1, "Sequences per microbatch and data-parallel rank.")
     global_batch_size: int = flag(0, "Sequences per optimizer step; default: micro-batch-size x data-parallel size.")
@@ -250,13 +254,33 @@ class Train:
     eval_interval: int = flag(1000, "Iterations between evaluations.")
     eval_iters: int = flag(100, "Global batches per evaluation; 0: no validation and no test.")
     skip_train: bool = flag(False, "Evaluate only.")
-    recompute_granularity: str = flag("", "Recompute activations in backward: full layers; default: none.",
-                                      choices=("full", "selective"))
     attention_backend: str = flag("auto", "Attention core: auto, sdpa (torch's fused attention) or unfused (the "
                                           "quadratic reference).", "--attention-core",
                                   choices=("auto", "sdpa", "unfused"))
     check_for_nan_in_loss_and_grad: bool = flag(True, "Stop when loss or gradient norm is not finite.",
                                                 off="--no-check-for-nan-in-loss-and-grad")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory: recomputation, tiling, offload. None of these changes a result."""
+
+    recompute_granularity: str = flag("", "Recompute activations in backward: full (only layer inputs are kept) or "
+                                          "selective (also what attention and its exchange gave); default: none.",
+                                      choices=("full", "selective"))
+    recompute_method: str = flag("uniform", "Which layers are recomputed: uniform (all, recompute-num-layers of them "
+                                            "as one unit) or block (only the first recompute-num-layers of a stage).",
+                                 "--recompute-method", "--activations-checkpoint-method", choices=("uniform", "block"))
+    recompute_num_layers: int = flag(1, "Layers of a unit (uniform) or of a stage (block).",
+                                     "--recompute-num-layers", "--checkpoint-num-layers")
+    loss_tile_size: int = flag(0, "Tokens whose logits exist at once; default: as many as suit the device.")
+    mlp_tile_size: int = flag(0, "Tokens whose feed-forward activations exist at once; default: all.")
+    attention_head_groups: int = flag(1, "Attend group by group of heads, so that the working set of attention falls "
+                                         "by this factor.")
+    offload_activations: float = flag(0.0, "Keep this share of the recomputed layers' inputs in host memory (1 without "
+                                           "a value).", nargs="?", metavar="SHARE")
+    offload_optimizer: bool = flag(False, "Keep master weights and optimizer states in host memory.",
+                                   "--offload-optimizer", "--cpu-optimizer")
 
 
 @dataclass(frozen=True)
@@ -307,5 +331,6 @@ class Run:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     train: Train = field(default_factory=Train)
+    memory: Memory = field(default_factory=Memory)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logging: Logging = field(default_factory=Logging)

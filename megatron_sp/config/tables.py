@@ -172,11 +172,6 @@ NOT_YET: dict[str, Refusal] = {
     **_refuse("ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-offloading", 0, "chunked attention"),
     **_refuse("ds-sequence-parallel-fpdt-chunk-size", 1, "chunked attention"),
     # recompute and offload
-    **_refuse("recompute-num-layers checkpoint-num-layers", 1, "recompute of several layers together", "1",
-              cure="use 1, or leave it out"),
-    **_refuse("recompute-method activations-checkpoint-method", 1, "recompute of only some layers", "uniform",
-              cure="use uniform, or leave it out"),
-    **_refuse("checkpoint-in-cpu cpu-optimizer", 0, "offload to host memory"),
     **_refuse("remote-device", 1, "offload to host memory", "none"),
     # data
     **_refuse("reset-position-ids reset-attention-mask", 0, "separate attention per document"),
@@ -212,6 +207,4 @@ class FieldNotYet(NamedTuple):
 
 #: Values of schema fields whose mechanism is built later. Delete a line when it works.
 FIELDS_NOT_YET: tuple[FieldNotYet, ...] = (
-    FieldNotYet("train.recompute_granularity", lambda run: run.train.recompute_granularity == "selective",
-                "selective recompute", "use full, or leave it out"),
 )

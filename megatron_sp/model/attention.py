@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron_sp.config.schema import Model
@@ -14,7 +17,8 @@ from megatron_sp.model.norm import Norm
 from megatron_sp.model.rotary import Rotation, apply_rotary
 from megatron_sp.parallel.heads import HeadSplit
 from megatron_sp.parallel.random import Dropout
-from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion
+from megatron_sp.parallel.recompute import recompute
+from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion, local_weight
 from megatron_sp.parallel.ulysses import Core
 
 
@@ -33,12 +37,18 @@ class AttentionPlan:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with n query and g key/value heads; weight rows in head order."""
+    """Causal self-attention with n query and g key/value heads; weight rows in head order.
 
-    def __init__(self, model: Model, layer: int, plan: AttentionPlan, *, seed: int, region: TensorRegion,
-                 dtype: torch.dtype):
+    Args:
+        plan: all heads of this tp rank at once.
+        groups: the same heads in several runs, or empty. Then the working set is that of one run:
+            projections, exchange and attention go run by run, and again so in backward.
+    """
+
+    def __init__(self, model: Model, layer: int, plan: AttentionPlan, groups: Sequence[AttentionPlan] = (), *,
+                 seed: int, region: TensorRegion, dtype: torch.dtype):
         super().__init__()
-        self.layer, self.region, self.plan = layer, region, plan
+        self.layer, self.region, self.plan, self.groups = layer, region, plan, list(groups)
         self.head_dim, self.interleaved = model.head_dim, model.rotary_interleaved
         self.dropout = Dropout(model.attention_dropout, seed, f"{layer}/attention")
         width = model.hidden_size
@@ -60,7 +70,30 @@ class Attention(nn.Module):
                 cache: KeyValueCache | None = None) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
         x = self.region.enter(x)  # [b, s/sp(/tp), h] -> [b, s/sp, h]
+        if self.groups and cache is None:
+            parts = [recompute(self._attend_with, group, x, rotation, sample_ids) for group in self.groups]
+            return self.output.finish(functools.reduce(torch.add, parts))
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value))
+        o = self._attend(self.plan, q, k, v, rotation, sample_ids, cache)
+        return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
+
+    def _attend_with(self, group: AttentionPlan, x: torch.Tensor, rotation: Rotation | None,
+                     sample_ids: torch.Tensor) -> torch.Tensor:
+        """A run of heads' part of the output sum: slices of the projections in, a slice of the output out."""
+        def rows(heads: tuple[int, int], first: int) -> slice:
+            return slice((heads[0] - first) * self.head_dim, (heads[1] - first) * self.head_dim)
+
+        whole = self.plan.heads
+        query, kv = rows(group.heads.query, whole.query[0]), rows(group.heads.kv, whole.kv[0])
+        q, k, v = (
+            F.linear(x, weight[part], None if bias is None else bias[part]).unflatten(-1, (-1, self.head_dim))
+            for (weight, bias), part in ((self.query.local(), query), (self.key.local(), kv), (self.value.local(), kv)))
+        o = self._attend(group, q, k, v, rotation, sample_ids, None)
+        return F.linear(o.flatten(2), local_weight(self.output.weight)[:, query])
+
+    def _attend(self, plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                rotation: Rotation | None, sample_ids: torch.Tensor, cache: KeyValueCache | None) -> torch.Tensor:
+        """Norms, rotary and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]"""
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
@@ -72,6 +105,5 @@ class Attention(nn.Module):
             assert causal or q.shape[1] == 1, "after the prompt, tokens are decoded one at a time"
         dropout = None
         if self.training and self.dropout.probability > 0:
-            dropout = AttentionDropout(self.dropout, sample_ids, self.plan.first_head)
-        o = self.plan.core(q, k, v, causal=causal, dropout=dropout)
-        return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
+            dropout = AttentionDropout(self.dropout, sample_ids, plan.first_head)
+        return plan.core(q, k, v, causal=causal, dropout=dropout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -12,7 +14,7 @@ from megatron_sp.model.mlp import MLP
 from megatron_sp.model.norm import Norm
 from megatron_sp.model.rotary import Rotation
 from megatron_sp.parallel.random import Dropout
-from megatron_sp.parallel.recompute import recompute
+from megatron_sp.parallel.recompute import Replay, recompute
 from megatron_sp.parallel.tensor import TensorRegion
 
 
@@ -21,36 +23,55 @@ class Block(nn.Module):
 
     Args:
         layer: its global number, from 0.
+        plan, groups: see ``Attention``.
         first_token: number of this rank's first token outside tensor-parallel regions, among all shards.
-        recompute_in_backward: keep only the layer's input for backward.
+        recompute_granularity: "full" keeps only the layer's input for backward, "selective" also what
+            attention gave, "" everything. With head groups attention recomputes itself and the
+            layer is kept in two halves, so that attention never runs a third time.
+        mlp_tile: see ``MLP``.
     """
 
-    def __init__(self, model: Model, layer: int, plan: AttentionPlan, *, seed: int, first_token: int,
-                 recompute_in_backward: bool, region: TensorRegion, dtype: torch.dtype):
+    def __init__(self, model: Model, layer: int, plan: AttentionPlan, groups: Sequence[AttentionPlan] = (), *,
+                 seed: int, first_token: int, recompute_granularity: str = "", mlp_tile: int = 0,
+                 region: TensorRegion, dtype: torch.dtype):
         super().__init__()
-        self.recompute_in_backward = recompute_in_backward
-        self.first_token = first_token
+        self.recompute_granularity = recompute_granularity
+        self.first_token, self.replay = first_token, Replay()
         split = region.megatron_sp
         self.input_norm = Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=split)
-        self.attention = Attention(model, layer, plan, seed=seed, region=region, dtype=dtype)
+        self.attention = Attention(model, layer, plan, groups, seed=seed, region=region, dtype=dtype)
         self.post_attention_norm = Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=split)
-        self.mlp = MLP(model, region=region, dtype=dtype)
+        self.mlp = MLP(model, tile=mlp_tile, region=region, dtype=dtype)
         self.attention_dropout = Dropout(model.hidden_dropout, seed, f"{layer}/attention-output")
         self.mlp_dropout = Dropout(model.hidden_dropout, seed, f"{layer}/mlp-output")
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
                 cache: KeyValueCache | None = None) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
-        if self.recompute_in_backward and torch.is_grad_enabled():
-            return recompute(self.compute, x, rotation, sample_ids)
-        return self.compute(x, rotation, sample_ids, cache)
+        if not self.recompute_granularity or not torch.is_grad_enabled():
+            return self.compute(x, rotation, sample_ids, cache)
+        if self.attention.groups:
+            x = self.attend(x, rotation, sample_ids)
+            return recompute(self.feed_forward, x, sample_ids, replay=self.replay)
+        if self.recompute_granularity == "selective":
+            return recompute(self.compute, x, rotation, sample_ids, keep_attention=True)
+        return recompute(self.compute, x, rotation, sample_ids, replay=self.replay)
 
     def compute(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
                 cache: KeyValueCache | None = None) -> torch.Tensor:
         """The layer itself."""
-        x = x + self.drop(self.attention(self.input_norm(x), rotation, sample_ids, cache),
-                          self.attention_dropout, sample_ids)
-        return x + self.drop(self.mlp(self.post_attention_norm(x)), self.mlp_dropout, sample_ids)
+        return self.feed_forward(self.attend(x, rotation, sample_ids, cache), sample_ids)
+
+    def attend(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
+               cache: KeyValueCache | None = None) -> torch.Tensor:
+        """The first residual branch."""
+        y = self.attention(self.input_norm(x), rotation, sample_ids, cache)
+        return x + self.drop(y, self.attention_dropout, sample_ids)
+
+    def feed_forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
+        """The second residual branch."""
+        y = self.mlp(self.post_attention_norm(x), skip_value=self.replay.is_active)
+        return x + self.drop(y, self.mlp_dropout, sample_ids)
 
     def drop(self, x: torch.Tensor, dropout: Dropout, sample_ids: torch.Tensor) -> torch.Tensor:
         """Dropout in training, nothing in evaluation."""

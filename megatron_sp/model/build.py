@@ -18,6 +18,7 @@ from megatron_sp.model.init import initialise
 from megatron_sp.model.norm import Norm
 from megatron_sp.parallel.heads import HeadSplit
 from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.parallel.offload import ActivationOffload
 from megatron_sp.parallel.pipeline import Stages, TiedWeights, stages_of_rank
 from megatron_sp.parallel.sequence import first_query_head, parallel_attention
 from megatron_sp.parallel.tensor import TensorRegion, VocabParallelOutput
@@ -29,6 +30,18 @@ def plan_attention(run: Run, mesh: ParallelMesh) -> AttentionPlan:
     model = run.model
     heads = HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=mesh.size("tp"),
                          tp_rank=mesh.rank("tp"), ulysses=mesh.size("ulysses"))
+    return plan_heads(run, mesh, heads)
+
+
+def plan_head_groups(run: Run, mesh: ParallelMesh, plan: AttentionPlan) -> list[AttentionPlan]:
+    """The same heads in runs, for ``--attention-head-groups``; none without it."""
+    count = run.memory.attention_head_groups
+    return [plan_heads(run, mesh, heads) for heads in plan.heads.in_groups(count)] if count > 1 else []
+
+
+def plan_heads(run: Run, mesh: ParallelMesh, heads: HeadSplit) -> AttentionPlan:
+    """A core wrapped for these heads."""
+    model = run.model
     core = build_core(run.train.attention_backend, dropout=model.attention_dropout > 0)
     kernel = block_kernel(mesh.device)
     return AttentionPlan(heads, parallel_attention(core, kernel, heads, mesh), first_query_head(heads, mesh))
@@ -56,13 +69,17 @@ def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegio
     tokens = run.data.seq_length // mesh.size("sp")
     first_token = mesh.rank("sp") * tokens + region.outside_tokens(tokens)[0]
     plan = plan_attention(run, mesh)
-    full_recompute = run.train.recompute_granularity == "full"
+    memory = run.memory
+    unit = memory.recompute_num_layers if memory.recompute_granularity and memory.recompute_method == "uniform" else 1
+    recomputed = stage.layers if memory.recompute_method == "uniform" else stage.layers[:memory.recompute_num_layers]
+    groups = plan_head_groups(run, mesh, plan)
     # A last stage without the embedding holds a copy of the tied weight (pipeline.TiedWeights).
     tied = not model.untie_embeddings_and_output_weights and stage.is_first
 
     def block(layer: int) -> Block:
-        return Block(model, layer, plan, seed=seed, first_token=first_token, recompute_in_backward=full_recompute,
-                     region=region, dtype=dtype)
+        granularity = memory.recompute_granularity if layer in recomputed and unit == 1 else ""
+        return Block(model, layer, plan, groups, seed=seed, first_token=first_token,
+                     recompute_granularity=granularity, mlp_tile=memory.mlp_tile_size, region=region, dtype=dtype)
 
     embedding = final_norm = output = None
     with torch.device("meta"):
@@ -72,7 +89,10 @@ def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegio
             final_norm = Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=region.megatron_sp)
             output = VocabParallelOutput(model.vocab_size, model.padded_vocab_size, model.hidden_size, region=region,
                                          dtype=dtype, tied=tied)
-        return GPT(model, stage.layers, block, embedding=embedding, final_norm=final_norm, output=output)
+        return GPT(model, stage.layers, block, embedding=embedding, final_norm=final_norm, output=output,
+                   loss_tile=memory.loss_tile_size, unit=unit,
+                   offload=ActivationOffload(memory.offload_activations, len(stage.layers) // unit)
+                   if memory.offload_activations else None)
 
 
 def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> GPT:

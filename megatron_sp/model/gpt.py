@@ -6,7 +6,9 @@ parameter names. Where this rank's tokens lie is known from ``positions`` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,12 @@ from torch.distributed.tensor import Replicate
 from megatron_sp.config.schema import Model
 from megatron_sp.model.block import Block
 from megatron_sp.model.cache import KeyValueCache
+from megatron_sp.model.linear_loss import linear_loss_sum
 from megatron_sp.model.norm import Norm
-from megatron_sp.model.rotary import rotation
+from megatron_sp.model.rotary import Rotation, rotation
+from megatron_sp.parallel.offload import ActivationOffload
 from megatron_sp.parallel.random import Dropout
+from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.tensor import TensorRegion, VocabParallelEmbedding, VocabParallelOutput, local_weight
 
 
@@ -67,37 +72,69 @@ class GPT(nn.Module):
         blocks: makes the layer of a global number.
         layers: global numbers of the layers held here.
         embedding, final_norm, output: the other parts, None where another stage holds them.
+        loss_tile: see ``linear_loss.linear_loss_sum``.
+        unit: layers that are recomputed together, 1: each by itself.
+        offload: moves layer inputs to host memory.
     """
 
     def __init__(self, model: Model, layers: range, blocks: Callable[[int], Block], *, embedding: Embedding | None,
-                 final_norm: Norm | None, output: VocabParallelOutput | None):
+                 final_norm: Norm | None, output: VocabParallelOutput | None, loss_tile: int = 0, unit: int = 1,
+                 offload: ActivationOffload | None = None):
         super().__init__()
-        self.config = model
+        self.config, self.loss_tile, self.unit, self.offload = model, loss_tile, unit, offload
         self.embedding = embedding
         self.layers = nn.ModuleDict({str(layer): blocks(layer) for layer in layers})
         self.final_norm = final_norm
         self.output = output
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor,
-                cache: KeyValueCache | None = None) -> torch.Tensor:
-        """Logits of this rank's tokens.
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor, *,
+                labels: torch.Tensor | None = None, cache: KeyValueCache | None = None) -> torch.Tensor:
+        """The loss sum of this rank's tokens, or without labels their logits.
 
         Args:
             x: tokens int64 [b, s/sp]; on a later stage hidden states [b, s/sp(/tp), h]
             positions: int64 [b, s/sp], global
             sample_ids: int64 [b] on the CPU, global sample ids (they key dropout)
+            labels: int64 [b, s/sp], -100 where there is nothing to predict
             cache: for incremental decoding
         Returns:
-            logits [b, s/sp, v/tp]; on an earlier stage hidden states [b, s/sp(/tp), h]
+            sum of the valid tokens' losses [1]; without labels logits [b, s/sp, v/tp]; on an earlier stage
+            hidden states [b, s/sp(/tp), h]
         """
         if self.embedding is not None:
             x = self.embedding(x, positions, sample_ids)  # [b, s/sp] -> [b, s/sp(/tp), h]
         turn = None
         if self.config.position_embedding_type == "rope":
             turn = rotation(self.config, positions, x.dtype)
-        for block in self.layers.values():
-            x = block(x, turn, sample_ids, cache)
+        for index, blocks in enumerate(self.units()):
+            with self.offload.around(index, x) if self.offload else contextlib.nullcontext():
+                if len(blocks) > 1 and torch.is_grad_enabled():
+                    x = recompute(run_layers, blocks, x, turn, sample_ids)
+                else:
+                    x = run_layers(blocks, x, turn, sample_ids, cache)
         if self.final_norm is None or self.output is None:
             return x
         tied = None if self.embedding is None else self.embedding.word.weight
-        return self.output(self.final_norm(x), tied)  # [b, s/sp(/tp), h] -> [b, s/sp, v/tp]
+        x = self.final_norm(x)
+        if labels is None:
+            return self.output(x, tied)  # [b, s/sp(/tp), h] -> [b, s/sp, v/tp]
+        return self.output(x, tied, partial(self.loss_sum, labels))
+
+    def units(self) -> list[list[nn.Module]]:
+        """The layers in runs that are recomputed together."""
+        blocks = list(self.layers.values())
+        return [blocks[first:first + self.unit] for first in range(0, len(blocks), self.unit)]
+
+    def loss_sum(self, labels: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Output layer and loss in one: [b, s/sp, h], [v/tp, h] -> [1]"""
+        assert self.output is not None
+        return linear_loss_sum(x, weight, labels, self.output.region, self.config.vocab_size,
+                               tile=self.loss_tile).unsqueeze(0)
+
+
+def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, turn: Rotation | None, sample_ids: torch.Tensor,
+               cache: KeyValueCache | None = None) -> torch.Tensor:
+    """One layer after another: [b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
+    for block in blocks:
+        x = block(x, turn, sample_ids, cache)
+    return x

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_sp.config.schema import Model
-from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion
+from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion, local_weight
+from megatron_sp.parallel.tiling import tiled
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -27,9 +28,9 @@ ACTIVATIONS = {"gelu": F.gelu, "openai_gelu": partial(F.gelu, approximate="tanh"
 class MLP(nn.Module):
     """down(act(up(x))), or down(act(gate(x)) * up(x)) when gated (SwiGLU, Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, model: Model, *, region: TensorRegion, dtype: torch.dtype):
+    def __init__(self, model: Model, *, tile: int = 0, region: TensorRegion, dtype: torch.dtype):
         super().__init__()
-        self.region = region
+        self.region, self.tile = region, tile
         self.activation = ACTIVATIONS[model.activation]
         width, wide, bias = model.hidden_size, model.ffn_hidden_size, model.add_bias_linear
         self.gate = (ColumnParallelLinear(width, wide, bias=bias, region=region, dtype=dtype)
@@ -37,9 +38,24 @@ class MLP(nn.Module):
         self.up = ColumnParallelLinear(width, wide, bias=bias, region=region, dtype=dtype)
         self.down = RowParallelLinear(wide, width, bias=bias, region=region, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, t(/tp), h] -> [b, t(/tp), h]"""
+    def forward(self, x: torch.Tensor, skip_value: bool = False) -> torch.Tensor:
+        """[b, t(/tp), h] -> [b, t(/tp), h]
+
+        Args:
+            skip_value: only backward matters, nobody reads the value (zeros); for tiles in a replay.
+        """
         x = self.region.enter(x)  # [b, t(/tp), h] -> [b, t, h]
+        if 0 < self.tile < x.shape[1]:
+            gate = (None, None) if self.gate is None else self.gate.local()
+            weights = (local_weight(self.down.weight), *self.up.local(), *gate)
+            return self.down.finish(tiled(self.compute, self.tile, x, *weights, skip=skip_value))
         inner = self.up(x)  # [b, t, h] -> [b, t, f/tp]
         inner = self.activation(inner) if self.gate is None else self.activation(self.gate(x)) * inner
         return self.down(inner)  # [b, t, f/tp] -> [b, t(/tp), h]
+
+    def compute(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, up_bias: torch.Tensor | None,
+                gate: torch.Tensor | None, gate_bias: torch.Tensor | None) -> torch.Tensor:
+        """A tile's part of the sum over tp, as a function of the weights: [b, t', h] -> [b, t', h]"""
+        inner = F.linear(x, up, up_bias)
+        inner = self.activation(inner) if gate is None else self.activation(F.linear(x, gate, gate_bias)) * inner
+        return F.linear(inner, down)

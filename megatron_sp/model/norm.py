@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,6 +11,46 @@ from torch.distributed.tensor import Replicate
 
 from megatron_sp.config.schema import Model
 from megatron_sp.parallel.tensor import TensorRegion, local_weight
+
+
+#: Rows normalised at a time on a CPU, so that they stay in its cache from first to last use.
+CPU_ROWS = 256
+
+
+class _CachedRMSNorm(torch.autograd.Function):
+    """RMSNorm for CPUs: torch has no fused kernel there, and its composition of seven is three times slower."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        y, scale = torch.empty_like(flat), flat.new_empty(len(flat), 1)
+        for x_, y_, scale_ in zip(flat.split(CPU_ROWS), y.split(CPU_ROWS), scale.split(CPU_ROWS)):
+            torch.linalg.vector_norm(x_, dim=-1, keepdim=True, out=scale_)
+            scale_.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+            torch.mul(x_, scale_, out=y_).mul_(weight)
+        ctx.save_for_backward(flat, weight, scale)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        flat, weight, scale = ctx.saved_tensors
+        dx, dw = torch.empty_like(flat), torch.zeros_like(weight)
+        rows = (x.split(CPU_ROWS) for x in (flat, grad.reshape(flat.shape), scale, dx))
+        for x_, grad_, scale_, dx_ in zip(*rows):
+            normed = x_ * scale_
+            weighed = grad_ * normed
+            dw += weighed.sum(0)
+            mean = torch.mv(weighed, weight).div_(flat.shape[-1]).unsqueeze(-1)  # of the gradient along x
+            torch.mul(grad_, weight, out=dx_).sub_(normed.mul_(mean)).mul_(scale_)
+        return dx.view(grad.shape), dw, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension."""
+    if x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64) \
+            and not torch.compiler.is_compiling():
+        return _CachedRMSNorm.apply(x, weight, epsilon)
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
 class Norm(nn.Module):
@@ -33,6 +75,6 @@ class Norm(nn.Module):
         if self.around_one:
             weight = weight + 1
         if self.bias is None:
-            return F.rms_norm(x, (self.width,), weight, self.epsilon)
+            return rms_norm(x, weight, self.epsilon)
         bias = local_weight(self.bias, partial_grad=self.partial_grad)
         return F.layer_norm(x, (self.width,), weight, bias, self.epsilon)

@@ -7,6 +7,7 @@ in bf16 positions collide. Applied before any exchange, on the rank's own tokens
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -50,6 +51,32 @@ def rotation(model: Model, positions: torch.Tensor, dtype: torch.dtype) -> Rotat
     return angles.cos().to(wide).unsqueeze(2), angles.sin().to(wide).unsqueeze(2)
 
 
+class _Turn(torch.autograd.Function):
+    """Rotate pairs of elements; backward turns the gradient the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin, ctx.interleaved), None, None, None
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Each pair (a, b) of x [b, t, n, r] becomes (a cos - b sin, b cos + a sin), computed in the type of cos."""
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
+        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        partner = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x.to(cos.dtype) * cos, partner.to(cos.dtype), sin).to(x.dtype)
+
+
 def apply_rotary(x: torch.Tensor, turn: Rotation, interleaved: bool) -> torch.Tensor:
     """Rotate the first elements of each head.
 
@@ -60,12 +87,6 @@ def apply_rotary(x: torch.Tensor, turn: Rotation, interleaved: bool) -> torch.Te
     """
     cos, sin = turn
     width = 2 * cos.shape[-1]
-    turned, rest = x[..., :width].to(cos.dtype), x[..., width:]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    else:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    if width == x.shape[-1]:
+        return _Turn.apply(x, cos, sin, interleaved)
+    return torch.cat((_Turn.apply(x[..., :width], cos, sin, interleaved), x[..., width:]), dim=-1)

@@ -41,8 +41,9 @@ def _gather_dim(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def _reduce_scatter_dim(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     world = dist.get_world_size(group)
-    pieces = x.unflatten(dim, (world, x.shape[dim] // world)).movedim(dim, 0).contiguous()
-    return functional.wait_tensor(_reduce_scatter(pieces, "sum", 0, group)).squeeze(0)
+    pieces = x.unflatten(dim, (world, x.shape[dim] // world)).movedim(dim, 0)
+    # Not a view at the end: FSDP warns of views that leave a module.
+    return functional.wait_tensor(_reduce_scatter(pieces.flatten(0, 1).contiguous(), "sum", 0, group))
 
 
 class _CopyToGroup(torch.autograd.Function):

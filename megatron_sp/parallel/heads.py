@@ -47,12 +47,22 @@ class HeadSplit:
         """The split for one tp rank; tp must divide the query heads."""
         assert num_query % tp == 0 and num_query % num_kv == 0
         share = num_query // tp
-        query = (tp_rank * share, (tp_rank + 1) * share)
+        return cls.over((tp_rank * share, (tp_rank + 1) * share), num_query, num_kv, ulysses)
+
+    @classmethod
+    def over(cls, query: Range, num_query: int, num_kv: int, ulysses: int) -> HeadSplit:
+        """The split of a run of query heads, with the key/value heads they need."""
         kv = kv_range(query, num_query, num_kv)
-        pieces = split_evenly(share, ulysses)
+        pieces = split_evenly(query[1] - query[0], ulysses)
         needs = [kv_range((query[0] + a, query[0] + b), num_query, num_kv) for a, b in pieces]
         local = [(a - kv[0], b - kv[0]) if a < b else (0, 0) for a, b in needs]
         return cls(num_query, num_kv, query, kv, tuple(pieces), tuple(local))
+
+    def in_groups(self, count: int) -> list[HeadSplit]:
+        """This rank's heads cut into runs, each split over the Ulysses ranks by itself."""
+        first = self.query[0]
+        return [HeadSplit.over((first + start, first + stop), self.num_query, self.num_kv, len(self.ulysses_query))
+                for start, stop in split_evenly(self.query[1] - first, count)]
 
     @property
     def kv_is_replicated_over_tp(self) -> bool:

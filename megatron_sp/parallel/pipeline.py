@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from megatron_sp.parallel.mesh import ParallelMesh
@@ -34,6 +35,39 @@ def stages_of_rank(schedule: str, pp: int, stages_per_rank: int, rank: int) -> l
     if schedule in V_SHAPED:
         return [rank, 2 * pp - 1 - rank]
     return [rank + pp * turn for turn in range(stages_per_rank)]
+
+
+def schedule_class(schedule: str, num_microbatches: int, num_stages: int) -> Any:
+    """torch's class for a schedule; with too few microbatches 1F1B never leaves its warm-up and is GPipe."""
+    name = TORCH_NAMES[schedule]
+    return get_schedule_class("GPipe" if name == "1F1B" and num_microbatches < num_stages else name)
+
+
+def schedule_order(schedule: str, pp: int, stages_per_rank: int,
+                   num_microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """What each rank computes, in order: (kind, stage, microbatch) with kind F (forward), B (backward), and,
+    where backward is split, I (gradient of the input) and W (gradients of the weights)."""
+    num_stages = pp * stages_per_rank
+    kind = schedule_class(schedule, num_microbatches, num_stages)
+    parts = [SimpleNamespace(num_stages=num_stages, group_size=pp, group_rank=0, stage_index=number,
+                             is_first=number == 0, is_last=number == num_stages - 1, submod=nn.Identity())
+             for number in stages_of_rank(schedule, pp, stages_per_rank, 0)]
+    made = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts, num_microbatches)
+    orders = []
+    for rank in range(pp):
+        actions = [part for action in made.pipeline_order[rank] if action is not None
+                   for part in (action.sub_actions or (action,))]
+        orders.append([(action.computation_type.value, action.stage_index, action.microbatch_index)
+                       for action in actions if action.computation_type.value in "FBIW"])
+    return orders
+
+
+def keep_forward(schedule: Any) -> None:
+    """Drop all actions of backward: torch's own evaluation stumbles over them where neighbouring stages share a rank."""
+    orders = getattr(schedule, "pipeline_order_with_comms", None)
+    for rank, actions in (orders or {}).items():
+        flat = [part for action in actions for part in (action.sub_actions or (action,))]
+        orders[rank] = [action for action in flat if action.computation_type.value in ("F", "SEND_F", "RECV_F")]
 
 
 class Stages(nn.ModuleList):
@@ -117,12 +151,11 @@ class PipelineRunner:
             group = self.mesh.group("pp")
             stages = [PipelineStage(module, number, self.stages.num_stages, self.mesh.device, group=group)
                       for module, number in zip(self.stages, self.stages.numbers)]
-            name = TORCH_NAMES[self.schedule]
-            if name == "1F1B" and num_microbatches < self.stages.num_stages:
-                name = "GPipe"  # with so few microbatches 1F1B never leaves its warm-up
-            kind = get_schedule_class(name)
-            self._schedules[key] = kind(stages if len(stages) > 1 or name not in ("1F1B", "GPipe") else stages[0],
+            kind = schedule_class(self.schedule, num_microbatches, self.stages.num_stages)
+            self._schedules[key] = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
                                         num_microbatches, loss_fn=self.loss, scale_grads=False)
+            if not training:
+                keep_forward(self._schedules[key])
         return self._schedules[key]
 
     def _arguments(self, tokens: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor]) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ a ``TensorRegion`` is entered and left (Shoeybi et al., arXiv 1909.08053, sectio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -98,14 +99,18 @@ class ColumnParallelLinear(nn.Module):
         self.weight = region.parameter((rows, in_features), placement, dtype)
         self.bias = region.parameter((rows,), placement, dtype) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, t, in] -> [b, t, out/tp]"""
+    def local(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight [out/tp, in] and bias [out/tp] that this rank computes with."""
         weight = local_weight(self.weight, partial_grad=self.rows is not None)
         bias = None if self.bias is None else local_weight(self.bias, partial_grad=self.rows is not None)
-        if self.rows is not None:
-            weight = weight[slice(*self.rows)]
-            bias = None if bias is None else bias[slice(*self.rows)]
-        return F.linear(x, weight, bias)
+        if self.rows is None:
+            return weight, bias
+        rows = slice(*self.rows)
+        return weight[rows], None if bias is None else bias[rows]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, t, in] -> [b, t, out/tp]"""
+        return F.linear(x, *self.local())
 
 
 class RowParallelLinear(nn.Module):
@@ -120,12 +125,20 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[b, t, in/tp] -> [b, t(/tp), out]"""
-        if self.bias is None:
-            return self.region.leave(F.linear(x, local_weight(self.weight)))
-        bias = local_weight(self.bias, partial_grad=self.region.megatron_sp)
-        if self.region.size == 1:
-            return F.linear(x, local_weight(self.weight), bias)
-        return self.region.leave(F.linear(x, local_weight(self.weight))) + bias
+        if self.region.size == 1 and self.bias is not None:
+            return F.linear(x, local_weight(self.weight), local_weight(self.bias))
+        return self.finish(F.linear(x, local_weight(self.weight)))
+
+    def finish(self, partial: torch.Tensor) -> torch.Tensor:
+        """The second half of ``forward``, for callers that make the product in pieces.
+
+        Args:
+            partial: x W^T of this rank's columns, [b, t, out]
+        Returns:
+            [b, t(/tp), out]
+        """
+        y = self.region.leave(partial)
+        return y if self.bias is None else y + local_weight(self.bias, partial_grad=self.region.megatron_sp)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -167,8 +180,9 @@ class VocabParallelOutput(nn.Module):
         rows = padded_size // region.size
         self.weight = None if tied else region.parameter((rows, width), Shard(0), dtype)
 
-    def forward(self, x: torch.Tensor, tied_weight: torch.Tensor | None = None) -> torch.Tensor:
-        """[b, t(/tp), h] -> [b, t, v/tp]"""
+    def forward(self, x: torch.Tensor, tied_weight: torch.Tensor | None = None,
+                consume: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear) -> torch.Tensor:
+        """[b, t(/tp), h] -> [b, t, v/tp], or what ``consume(x [b, t, h], weight [v/tp, h])`` makes instead."""
         weight = self.weight if self.weight is not None else tied_weight
         assert weight is not None
-        return F.linear(self.region.enter(x), local_weight(weight))
+        return consume(self.region.enter(x), local_weight(weight))

@@ -1,4 +1,4 @@
-"""The reference of all exactness tests: a GPT written plainly from its mathematics.
+"""The reference of all exactness proofs: a GPT and its training step, written plainly from their mathematics.
 
 One process, whole sequences, whole weights, no parallel code, no module of the framework but the
 types of its configuration. Letters: B batch, s sequence, h hidden, n query heads, g key/value heads,
@@ -8,6 +8,8 @@ d head width, V vocabulary (unpadded). Weights are ``[out, in]`` under the frame
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +17,54 @@ from torch import Tensor
 from megatron_sp.config.schema import Model, Run
 
 Weights = dict[str, Tensor]
+#: Tokens and labels of a global batch, each ``[B, s]`` int64; labels are -100 where no loss is taken.
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Step:
+    """What one training step gives; all tensors whole, vocabulary unpadded."""
+
+    loss: float  # nats per valid token
+    grad_norm: float  # before clipping
+    gradients: Weights  # before clipping
+    weights: Weights = field(default_factory=dict)  # after the update
+
+
+def reference_training(weights: Weights, run: Run, batches: Sequence[Batch]) -> list[Step]:
+    """Train the plain model: one step per batch, at the peak learning rate.
+
+    Weight decay concerns matrices only, and gradients are clipped by their global norm.
+    """
+    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    optimizer = _optimizer(run, list(leaves.values()))
+    steps = []
+    for tokens, labels in batches:
+        optimizer.zero_grad()
+        loss_sum, count = reference_loss(leaves, run, tokens, labels)
+        (loss_sum / count).backward()
+        gradients: Weights = {}
+        for name, leaf in leaves.items():
+            assert leaf.grad is not None, f"{name} takes no part in the reference"
+            gradients[name] = leaf.grad.clone()
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        clip = run.optimizer.clip_grad
+        for leaf in leaves.values():
+            leaf.grad = leaf.grad * min(1.0, clip / (norm + 1e-6)) if clip > 0 else leaf.grad
+        optimizer.step()
+        after = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+        steps.append(Step(float(loss_sum.detach()) / count, norm, gradients, after))
+    return steps
+
+
+def _optimizer(run: Run, leaves: list[Tensor]) -> torch.optim.Optimizer:
+    flags = run.optimizer
+    groups = [{"params": [leaf for leaf in leaves if leaf.ndim >= 2], "weight_decay": flags.weight_decay},
+              {"params": [leaf for leaf in leaves if leaf.ndim < 2], "weight_decay": 0.0}]
+    if flags.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=run.schedule.lr, momentum=flags.sgd_momentum, foreach=False)
+    return torch.optim.AdamW(groups, lr=run.schedule.lr, betas=(flags.adam_beta1, flags.adam_beta2),
+                             eps=flags.adam_eps, foreach=False)
 
 
 def reference_loss(weights: Weights, run: Run, tokens: Tensor, labels: Tensor,

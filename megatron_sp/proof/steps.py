@@ -1,10 +1,10 @@
-"""One training step in any layout, with whole gradients, and the same step by the reference."""
+"""Training steps in any layout, with whole gradients and weights, and their comparison with the plain model's."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,27 +19,21 @@ from megatron_sp.model.build import build_model
 from megatron_sp.parallel.layout import SequenceLayout
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
+from megatron_sp.proof.reference import Batch, Step, Weights, reference_training
 from megatron_sp.train.forward_backward import build_engine
-from megatron_sp.train.optimizer import clip_grad_norm
-from tests.helpers.reference import Weights, reference_loss
+from megatron_sp.train.optimizer import build_optimizer, clip_factor, clip_grad_norm, scale_gradients
 
 # Gathering whole tensors is slow and meant to be: torch need not say so for every parameter.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+#: Makes a model: ``build_model`` or, to prove that the proof works, something that goes wrong.
+Build = Callable[..., nn.Module]
 
 #: Gradients below this share of the model's largest one are compared with that share instead of with themselves.
 FLOOR = 1e-3
 
 
-@dataclass
-class Step:
-    """What one forward and backward pass over a global batch gives."""
-
-    loss: float  # nats per valid token
-    grad_norm: float
-    gradients: Weights  # full tensors, vocabulary trimmed
-
-
-def batch(run: Run, masked: str = "nothing", seed: int = 7) -> tuple[Tensor, Tensor]:
+def batch(run: Run, masked: str = "nothing", seed: int = 7) -> Batch:
     """A global batch of random tokens and their labels, each ``[B, s]`` int64.
 
     Args:
@@ -85,38 +79,72 @@ def local_microbatches(run: Run, mesh: ParallelMesh, tokens: Tensor, labels: Ten
     return microbatches
 
 
-def step_in_layout(run: Run, weights: Weights, tokens: Tensor, labels: Tensor) -> Step:
-    """On a rank: the step with the framework's model, in the type of ``weights``. Equal on every rank."""
-    mesh = ParallelMesh.build(run.parallel)
-    model = build_model(run, mesh, dtype=next(iter(weights.values())).dtype)
+def train_in_layout(run: Run, weights: Weights, batches: Sequence[Batch], *, build: Build = build_model,
+                    mesh: ParallelMesh | None = None, details: bool = True) -> list[Step]:
+    """On a rank: one training step per batch with the framework's model, in the type of ``weights``.
+
+    The learning rate stays at its peak. Equal on every rank.
+
+    Args:
+        build: makes the model; default: as every program does.
+        mesh: of ``run.parallel``; default: made here.
+        details: also whole gradients, and whole weights after each step; else weights of the last step only.
+    """
+    mesh = mesh or ParallelMesh.build(run.parallel)
+    model = build(run, mesh, dtype=next(iter(weights.values())).dtype)
+    load_full(model, weights)
+    engine, optimizer = build_engine(run, model, mesh), build_optimizer(run, model)
+    steps = []
+    for number, (tokens, labels) in enumerate(batches, start=1):
+        microbatches = local_microbatches(run, mesh, tokens, labels)
+        num_tokens = mesh.sum_over(torch.tensor(float(sum(m.num_valid for m in microbatches))), "fsdp")
+        loss = mesh.sum_over(engine.forward_backward(microbatches, num_tokens), "fsdp", "pp")
+        norm = clip_grad_norm(model, 0.0, mesh)
+        gradients = whole_tensors(run, model, mesh, lambda parameter: parameter.grad) if details else {}
+        scale_gradients(model, clip_factor(float(norm), run.optimizer.clip_grad))
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted = details or number == len(batches)
+        after = whole_tensors(run, model, mesh, lambda parameter: parameter) if wanted else {}
+        steps.append(Step(float(loss), float(norm), gradients, after))
+    return steps
+
+
+def step_in_layout(run: Run, weights: Weights, tokens: Tensor, labels: Tensor, *, build: Build = build_model,
+                   mesh: ParallelMesh | None = None) -> Step:
+    """On a rank: forward and backward of one global batch, without an update. Equal on every rank."""
+    mesh = mesh or ParallelMesh.build(run.parallel)
+    model = build(run, mesh, dtype=next(iter(weights.values())).dtype)
     load_full(model, weights)
     microbatches = local_microbatches(run, mesh, tokens, labels)
     num_tokens = mesh.sum_over(torch.tensor(float(sum(m.num_valid for m in microbatches))), "fsdp")
     loss = mesh.sum_over(build_engine(run, model, mesh).forward_backward(microbatches, num_tokens), "fsdp", "pp")
-    grad_norm = clip_grad_norm(model, 0.0, mesh)
-    gradients = {name: gather_full(name, parameter.grad, run) for name, parameter in named(model)}
-    stages: list[Weights] = [{} for _ in range(mesh.size("pp"))]
-    dist.all_gather_object(stages, gradients, mesh.group("pp"))
+    norm = clip_grad_norm(model, 0.0, mesh)
+    return Step(float(loss), float(norm), whole_tensors(run, model, mesh, lambda parameter: parameter.grad))
+
+
+def whole_tensors(run: Run, model: nn.Module, mesh: ParallelMesh,
+                  of: Callable[[nn.Parameter], Tensor | None]) -> Weights:
+    """``of`` every parameter in full, from all stages, by logical name.
+
+    Raises:
+        AssertionError: two copies of a tied weight differ.
+    """
+    mine = [(name, gather_full(name, of(parameter), run)) for name, parameter in named(model)]
+    stages: list[list[tuple[str, Tensor]]] = [mine]
+    if mesh.size("pp") > 1:
+        stages = [[] for _ in range(mesh.size("pp"))]
+        dist.all_gather_object(stages, mine, mesh.group("pp"))
     whole: Weights = {}
-    for stage in stages:
-        for name, gradient in stage.items():
-            assert name not in whole or torch.equal(whole[name], gradient), f"the copies of {name} differ"
-            whole[name] = gradient
-    return Step(float(loss), float(grad_norm), whole)
+    for name, tensor in (pair for stage in stages for pair in stage):
+        assert name not in whole or torch.equal(whole[name], tensor), f"the copies of {name} differ"
+        whole[name] = tensor
+    return whole
 
 
 def reference_step(run: Run, weights: Weights, tokens: Tensor, labels: Tensor) -> Step:
     """The same step by the plain model."""
-    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    loss_sum, count = reference_loss(leaves, run, tokens, labels)
-    loss = loss_sum / count
-    loss.backward()
-    gradients = {}
-    for name, leaf in leaves.items():
-        assert leaf.grad is not None, f"{name} takes no part in the reference"
-        gradients[name] = leaf.grad
-    norm = sum(float(grad.square().sum()) for grad in gradients.values()) ** 0.5
-    return Step(float(loss.detach()), norm, gradients)
+    return reference_training(weights, run, [(tokens, labels)])[0]
 
 
 def differences(step: Step, expected: Step) -> dict[str, float]:
@@ -124,17 +152,28 @@ def differences(step: Step, expected: Step) -> dict[str, float]:
 
     A gradient of the wrong shape, a missing one and one too many count as infinitely different.
     """
-    largest = max(float(grad.abs().max()) for grad in expected.gradients.values())
     found = {"loss": abs(step.loss / expected.loss - 1), "grad_norm": abs(step.grad_norm / expected.grad_norm - 1)}
-    for name in step.gradients.keys() | expected.gradients.keys():
-        ours, theirs = step.gradients.get(name), expected.gradients.get(name)
-        if ours is None or theirs is None or ours.shape != theirs.shape:
-            found[name] = float("inf")
+    return {name: _finite(value) for name, value in found.items()} | tensor_differences(step.gradients,
+                                                                                       expected.gradients)
+
+
+def tensor_differences(ours: Weights, theirs: Weights) -> dict[str, float]:
+    """Largest difference of each tensor over its largest element (or over ``FLOOR`` of the largest of all)."""
+    largest = max(float(tensor.abs().max()) for tensor in theirs.values())
+    found = {}
+    for name in ours.keys() | theirs.keys():
+        mine, want = ours.get(name), theirs.get(name)
+        if mine is None or want is None or mine.shape != want.shape:
+            found[name] = math.inf
             continue
-        scale = max(float(theirs.abs().max()), FLOOR * largest)
-        difference = float((ours - theirs).abs().max()) / scale
-        found[name] = difference if difference == difference else float("inf")  # NaN
+        scale = max(float(want.abs().max()), FLOOR * largest)
+        found[name] = _finite(float((mine - want).abs().max()) / scale)
     return found
+
+
+def _finite(difference: float) -> float:
+    """NaN counts as infinitely different."""
+    return difference if difference == difference else math.inf
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

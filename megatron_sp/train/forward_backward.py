@@ -6,7 +6,7 @@ with the same meaning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -14,14 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
-from megatron_sp.model.loss import vocab_parallel_loss_sum
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import PipelineRunner, Stages
-from megatron_sp.parallel.tensor import TensorRegion
 from megatron_sp.parallel.zero import synchronize_gradients
-
-#: (logits [b, s/sp, v/tp], labels [b, s/sp]) -> sum of the valid tokens' losses, fp32 scalar
-LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Engine:
@@ -29,14 +24,12 @@ class Engine:
 
     Args:
         model: a GPT; its FSDP modules, if any, reduce gradients by summing.
-        loss_sum: see ``LossSum``.
         mesh: where the model lives.
         zero_stage: 0 and 1 sum gradients over ranks at the last microbatch, 2 and 3 at each.
     """
 
-    def __init__(self, model: nn.Module, loss_sum: LossSum, mesh: ParallelMesh, *, zero_stage: int):
+    def __init__(self, model: nn.Module, mesh: ParallelMesh, *, zero_stage: int):
         self.model = model
-        self.loss_sum = loss_sum
         self.mesh = mesh
         self.zero_stage = zero_stage
         self.microbatch_losses: list[torch.Tensor] = []
@@ -81,8 +74,7 @@ class Engine:
         return total, sum(batch.num_valid for batch in microbatches)
 
     def _loss(self, batch: Microbatch) -> torch.Tensor:
-        logits = self.model(batch.tokens, batch.positions, batch.sample_ids)
-        return self.loss_sum(logits, batch.labels)
+        return self.model(batch.tokens, batch.positions, batch.sample_ids, labels=batch.labels).squeeze(0)
 
 
 class PipelineEngine:
@@ -91,11 +83,10 @@ class PipelineEngine:
     The loss lives on the last stage; elsewhere a rank's share of it is 0.
     """
 
-    def __init__(self, model: Stages, loss_sum: LossSum, mesh: ParallelMesh, *, schedule: str):
+    def __init__(self, model: Stages, mesh: ParallelMesh, *, schedule: str):
         self.model, self.mesh = model, mesh
         self.denominator: torch.Tensor | float = 1.0
-        self.runner = PipelineRunner(model, schedule, mesh, lambda output, labels: loss_sum(output, labels)
-                                     / self.denominator)
+        self.runner = PipelineRunner(model, schedule, mesh, self._loss)
         self.microbatch_losses: list[torch.Tensor] = []
 
     def forward_backward(self, microbatches: Sequence[Microbatch], denominator: torch.Tensor | float) -> torch.Tensor:
@@ -118,6 +109,10 @@ class PipelineEngine:
         self.model.train()
         return self._total(losses), sum(batch.num_valid for batch in microbatches)
 
+    def _loss(self, loss_sum: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        """The last stage gives the loss sum [1] itself."""
+        return loss_sum.squeeze(0) / self.denominator
+
     def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         # one type on all stages: the sum over pp follows
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
@@ -125,20 +120,15 @@ class PipelineEngine:
 
 
 def _joined(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int]:
-    """All microbatches one after another, as a schedule takes them: tokens, labels, other inputs, number."""
+    """All microbatches one after another, as a schedule takes them: tokens, target, inputs of all stages, number."""
     tokens, labels, positions, sample_ids = (
         torch.cat([getattr(batch, name) for batch in microbatches])
         for name in ("tokens", "labels", "positions", "sample_ids"))
-    return tokens, labels, {"positions": positions, "sample_ids": sample_ids}, len(microbatches)
+    return tokens, labels, {"positions": positions, "sample_ids": sample_ids, "labels": labels}, len(microbatches)
 
 
 def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh) -> Engine | PipelineEngine:
     """The engine of a run's model."""
-    region = TensorRegion.of(mesh, run.parallel.megatron_sp)
-
-    def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return vocab_parallel_loss_sum(logits, labels, region, run.model.vocab_size)
-
     if isinstance(model, Stages):
-        return PipelineEngine(model, loss_sum, mesh, schedule=run.parallel.pipeline_schedule)
-    return Engine(model, loss_sum, mesh, zero_stage=run.parallel.zero_stage)
+        return PipelineEngine(model, mesh, schedule=run.parallel.pipeline_schedule)
+    return Engine(model, mesh, zero_stage=run.parallel.zero_stage)

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from megatron_sp.checkpoint import files
 from tests.helpers.configs import STYLES
 from tests.helpers.spawn import run_ranks
 from tests.helpers.training import copy_checkpoint, full_tensors, steps, train
 
 LLAMA = STYLES["llama"].replace("--num-query-groups", "--num-key-value-heads")
+
+GPT2 = STYLES["gpt2"]      # tied embeddings, learned positions, biases
 
 #: (ranks, layout), each loads what the one before it saved.
 LAYOUTS = [
@@ -25,6 +29,14 @@ LAYOUTS = [
     (4, "--ulysses-size 2 --zero-stage 3 --fsdp-size 2"),
     (2, "--zero-stage 0"),
     (3, "--zero-stage 3 --global-batch-size 3"),
+    (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+    (1, ""),
+]
+TIED_LAYOUTS = [
+    (2, "--pipeline-model-parallel-size 2"),
+    (4, "--pipeline-model-parallel-size 2 --zero-stage 1"),
+    (2, "--tensor-model-parallel-size 2 --zero-stage 3"),
+    (2, "--zero-stage 3"),
     (1, ""),
 ]
 
@@ -35,25 +47,35 @@ def name_of(layout: str) -> str:
     return layout.replace("--", "").replace(" ", "_") or "one"
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps of one process, dropout off."""
-    directory = tmp_path_factory.mktemp(request.param)
-    (directory / "style").write_text(LLAMA if request.param == "llama" else STYLES[request.param])
-    style = (directory / "style").read_text()
+def four_steps(style: str, directory: Path) -> Path:
+    """Train four steps on one process, dropout off."""
     assert run_ranks(train, 1, f"{style} {SCHEDULE} --save {directory} --exit-interval 4") == [""]
     return directory
 
 
-def test_any_layout_loads_any_layout(source: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return four_steps(LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def tied_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return four_steps(GPT2, tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.mark.parametrize("style, name, layouts", [
+    (LLAMA, "source", LAYOUTS), (GPT2, "tied_source", TIED_LAYOUTS)], ids=["llama", "tied"])
+def test_any_layout_loads_any_layout(request: pytest.FixtureRequest, tmp_path: Path, style: str, name: str,
+                                     layouts: list[tuple[int, str]]) -> None:
     """Weights, moments and steps survive a chain of layouts bitwise; padding is zero in each."""
-    style = (source / "style").read_text()
+    source = request.getfixturevalue(name)
     expected = full_tensors(source / "iter_0000004")
     assert expected["model.embedding.word.weight"].shape[0] == 97
     assert expected["optimizer.embedding.word.weight.exp_avg"].shape[0] == 97
     assert not any(tensor.isnan().any() for tensor in expected.values())
+    assert ("model.output.weight" in expected) == (style == LLAMA)
     before = source
-    for world, layout in LAYOUTS:
+    for world, layout in layouts:
         target = tmp_path / name_of(layout)
         assert all(run_ranks(copy_checkpoint, world, f"{style} {layout}", str(before), str(target))), layout
         found = full_tensors(target / "iter_0000004")
@@ -62,9 +84,13 @@ def test_any_layout_loads_any_layout(source: Path, tmp_path: Path) -> None:
         before = target
 
 
-def test_training_goes_on_in_another_layout(source: Path, tmp_path: Path) -> None:
-    """Steps 5 to 8 are those of one process, whatever the layout: loss and norm to rounding, rate and samples exactly."""
-    style = (source / "style").read_text()
+@pytest.mark.parametrize("style, name, layouts", [
+    (LLAMA, "source", [LAYOUTS[0], LAYOUTS[4], LAYOUTS[6]]), (GPT2, "tied_source", TIED_LAYOUTS[:1])],
+    ids=["llama", "tied"])
+def test_training_goes_on_in_another_layout(request: pytest.FixtureRequest, tmp_path: Path, style: str, name: str,
+                                            layouts: list[tuple[int, str]]) -> None:
+    """Steps 5 to 8 are those of one process, whatever the layout: loss and norm to rounding, the rest exactly."""
+    source = request.getfixturevalue(name)
 
     def finish(world: int, layout: str) -> Path:
         directory = tmp_path / name_of(layout)
@@ -74,7 +100,7 @@ def test_training_goes_on_in_another_layout(source: Path, tmp_path: Path) -> Non
         return directory
 
     straight = finish(1, "")
-    for world, layout in LAYOUTS[:1] + LAYOUTS[4:5] + LAYOUTS[6:7]:
+    for world, layout in layouts:
         there = finish(world, layout)
         exact = ("iteration", "learning_rate", "first_sample", "last_sample", "consumed_tokens")
         assert steps(there, *exact) == steps(straight, *exact)
@@ -83,7 +109,8 @@ def test_training_goes_on_in_another_layout(source: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("world, layout", [
-    (1, ""), (2, "--ulysses-size 2"), (2, "--tensor-model-parallel-size 2"), (2, "--zero-stage 3 --micro-batch-size 2")])
+    (1, ""), (2, "--ulysses-size 2"), (2, "--tensor-model-parallel-size 2"), (2, "--zero-stage 3 --micro-batch-size 2"),
+    (2, "--pipeline-model-parallel-size 2")])
 def test_eight_steps_are_four_and_four_bitwise(tmp_path: Path, world: int, layout: str) -> None:
     style = f"{LLAMA} --hidden-dropout 0.1 {layout} {SCHEDULE} --weight-decay-incr-style linear --weight-decay 0.1 " \
             "--start-weight-decay 0.0 --end-weight-decay 0.2 --eval-iters 1 --eval-interval 3"
@@ -106,8 +133,6 @@ def load_error(directory: Path, flags: str, world: int = 1) -> str:
 
 
 def test_damage_and_mismatch_are_refused(source: Path, tmp_path: Path) -> None:
-    if "swiglu" not in (source / "style").read_text():
-        pytest.skip("once is enough")
     flags = f"{LLAMA} {SCHEDULE}"
     directory = tmp_path / "copy"
 
@@ -142,10 +167,6 @@ def test_damage_and_mismatch_are_refused(source: Path, tmp_path: Path) -> None:
 
 def test_what_the_manifest_cannot_see_is_found_too(source: Path, tmp_path: Path) -> None:
     """A checkpoint whose files are sound but whose state lies about the model."""
-    if "swiglu" not in (source / "style").read_text():
-        pytest.skip("once is enough")
-    from megatron_sp.checkpoint import files
-
     directory = tmp_path / "copy"
     shutil.copytree(source, directory)
     path = directory / "iter_0000004"
@@ -161,8 +182,6 @@ def test_what_the_manifest_cannot_see_is_found_too(source: Path, tmp_path: Path)
 
 
 def test_schedule_flags_on_resume(source: Path, tmp_path: Path) -> None:
-    if "swiglu" not in (source / "style").read_text():
-        pytest.skip("once is enough")
     other = f"{LLAMA} {SCHEDULE}".replace("--lr 1e-2", "--lr 2e-2")
     rates = {}
     for flag in ("--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"):

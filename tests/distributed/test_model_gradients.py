@@ -18,15 +18,15 @@ from megatron_sp.model.rotary import rotation
 from megatron_sp.parallel.layout import SequenceLayout
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import TensorRegion
+from megatron_sp.proof.reference import Weights, random_weights, reference_block, reference_logits, weight_shapes
+from megatron_sp.proof.steps import batch, gather_full, load_full, local_microbatches
 from tests.helpers.configs import Case
-from tests.helpers.layouts import batch, gather_full, load_full, local_microbatches
-from tests.helpers.reference import Weights, random_weights, reference_block, reference_logits, weight_shapes
 from tests.helpers.spawn import run_ranks
 
 TP2, SP, U2, U4 = "--tensor-model-parallel-size 2", "--sequence-parallel", "--ulysses-size 2", "--ulysses-size 4"
 CASES = [
     Case("ulysses 2", 2, f"{U2} --micro-batch-size 2"),
-    Case("ulysses 4, 1 kv head", 4, U4, model="--num-query-groups 1"),
+    Case("ulysses 4, 1 kv head", 4, U4, model="--num-key-value-heads 1"),
     Case("ulysses 4, 6 heads", 4, U4, "six_heads"),
     Case("tp 2", 2, TP2, "gpt2"),
     Case("tp 2, megatron sp", 2, f"{TP2} {SP}", "gpt2"),

@@ -16,6 +16,7 @@ TRAINING = ("--seq-length 64 --global-batch-size 4 --micro-batch-size 1 --train-
 
 #: Model styles, as flags. The vocabulary of 97 is padded, differently at each tp.
 STYLES = {
+    "none": "",
     "llama": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-key-value-heads 2 --swiglu "
              "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
              "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 8",
@@ -44,7 +45,7 @@ class Case:
         layout: flags that must not change any number.
         style: a key of ``STYLES``.
         model: further flags that do change the numbers, for the reference too.
-        masked: which labels are masked (tests.helpers.layouts.batch).
+        masked: which labels are masked (megatron_sp.proof.steps.batch).
     """
 
     name: str
@@ -64,6 +65,11 @@ class Case:
 
 
 def tiny_run(flags: Sequence[str], world_size: int = 1, vocab_size: int = 97) -> Run:
-    """A resolved, checked configuration; later flags replace those of ``TRAINING``."""
-    run, _ = load_run([*TRAINING, *flags], world_size)
+    """A resolved, checked configuration; later flags replace those of ``TRAINING``.
+
+    Raises:
+        AssertionError: a flag has no effect: the test would not test what its flags say.
+    """
+    run, notes = load_run([*TRAINING, *flags], world_size)
+    assert not [note for note in notes if "no effect" in note], notes
     return with_vocab(run, vocab_size)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 from megatron_sp.checkpoint.state import model_pieces, optimizer_pieces
 from megatron_sp.checkpoint.store import load_checkpoint, save_checkpoint
 from megatron_sp.config.load import load_run
@@ -52,6 +56,9 @@ def copy_checkpoint(flags: str, source: str, target: str) -> bool:
     mesh = ParallelMesh.build(run.parallel)
     model = build_model(run, mesh)
     optimizer = build_optimizer(run, model)
+    for piece in model_pieces(model, run.model).values():
+        if piece.padding is not None:
+            piece.padding.fill_(7.0)      # loading must not leave it
     state = load_checkpoint(source, model, optimizer, run)
     assert state is not None
     pieces = model_pieces(model, run.model) | optimizer_pieces(model, optimizer, run.model)
@@ -61,10 +68,11 @@ def copy_checkpoint(flags: str, source: str, target: str) -> bool:
 
 def full_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole, read without any process group and without our reading code."""
-    from torch.distributed.checkpoint import FileSystemReader, load
-
     reader = FileSystemReader(checkpoint)
     tensors = {name: torch.full(tuple(entry.size), float("nan"), dtype=entry.properties.dtype)
-               for name, entry in reader.read_metadata().state_dict_metadata.items()}
-    load(tensors, storage_reader=reader, no_dist=True)
+               for name, entry in reader.read_metadata().state_dict_metadata.items()
+               if isinstance(entry, TensorStorageMetadata)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")      # it says that there is no process group
+        load(tensors, storage_reader=reader, no_dist=True)
     return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from megatron_sp.train.batch_size import BatchSize
 
 #: From 4 by 4 to 16 over 120 samples: 3 steps of 40 samples.

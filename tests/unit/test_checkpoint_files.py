@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from megatron_sp.checkpoint import compare, files
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import CheckpointError
@@ -73,7 +75,7 @@ def test_strange_names_in_the_directory_are_ignored(tmp_path: Path) -> None:
     (lambda path: path.write_text("dat"), "3 bytes instead of 4"),
     (lambda path: path.write_text("dbta"), "checksum"),
 ])
-def test_damage_is_found(tmp_path: Path, harm, message: str) -> None:
+def test_damage_is_found(tmp_path: Path, harm: Callable[[Path], object], message: str) -> None:
     path = build(tmp_path, 4)
     entries = files.read_manifest(path)
     assert not any(files.damage(path / name, entry) for name, entry in entries.items())

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from megatron_sp.config.schema import Logging
 from megatron_sp.errors import ConfigError
 from megatron_sp.train.metrics_file import MetricsFile, read_metrics
-from megatron_sp.train.observe import Interval, Recorder, StepReport, check_trackers, log_line
+from megatron_sp.train.observe import Interval, Recorder, StepReport, log_line
+from megatron_sp.train.trackers import check_trackers
 from tests.helpers.configs import tiny_run
 
 STEP = StepReport(iteration=8, consumed_samples=64, consumed_tokens=4096, first_sample=56, global_batch_size=8,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_sp.config.schema import Data, Model, Run
-from tests.helpers.reference import (
+from megatron_sp.proof.reference import (
     Weights,
     random_weights,
     reference_logits,
@@ -91,7 +91,7 @@ def test_loss_sums_only_valid_tokens() -> None:
 
 def test_rotary_variants() -> None:
     """Partial and interleaved rotation keep lengths and depend only on the distance of two positions."""
-    from tests.helpers.reference import _rotate
+    from megatron_sp.proof.reference import _rotate
 
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 16, dtype=torch.float64, generator=generator) for _ in range(2))

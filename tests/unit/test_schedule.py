@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+
 from megatron_sp.config.load import load_run
 from megatron_sp.train.schedule import Schedule
 

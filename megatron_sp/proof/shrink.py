@@ -1,0 +1,225 @@
+"""Make a run small enough to prove on a few CPU processes, without changing which code it runs.
+
+What may shrink: widths, heads (by a common factor), layers per stage, sequence, microbatches, data
+parallelism. What stays: all other degrees, the number of stages, ratios of heads, and every switch. After
+each shrink the ``signature`` of the run, the list of decisions that pick a branch of the code, must be what
+it was. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_sp.config.checks import check_problems
+from megatron_sp.config.resolve import resolve, with_vocab
+from megatron_sp.config.schema import Checkpoint, Data, Logging, Precision, Run
+from megatron_sp.config.stages import stage_layers
+from megatron_sp.errors import ConfigError
+from megatron_sp.parallel.heads import HeadSplit
+
+MOST_PROCESSES = 16
+#: Not a multiple of anything, so that the vocabulary has padding rows.
+VOCABULARY = 89
+
+
+class TooLargeError(ConfigError):
+    """A run that cannot be shrunk to what fits here."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """A run to prove, and what is different from the run that was asked for."""
+
+    run: Run
+    notes: list[str]
+
+
+def head_signature(run: Run) -> tuple[Any, ...]:
+    """How heads meet tp and Ulysses: replicated key/value heads, uneven splits, copies, unequal groups."""
+    model, parallel = run.model, run.parallel
+    found = []
+    for tp_rank in range(parallel.tp):
+        split = HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=parallel.tp, tp_rank=tp_rank,
+                             ulysses=parallel.ulysses)
+        sizes = {stop - start for start, stop in split.ulysses_query}
+        covered = [head for start, stop in split.ulysses_kv for head in range(start, stop)]
+        groups = [split.groups(rank) for rank in range(parallel.ulysses)]
+        even = [len(group) % (group[-1] + 1) == 0 and group == tuple(
+            i * (group[-1] + 1) // len(group) for i in range(len(group))) for group in groups]
+        found.append((split.kv_is_replicated_over_tp, len(sizes), len(covered) != len(set(covered)), tuple(even),
+                      model.num_query_groups == 1, model.num_query_groups == model.num_attention_heads))
+    return tuple(found)
+
+
+def signature(run: Run) -> dict[str, Any]:
+    """The decisions that sizes and degrees take about which code runs."""
+    model, parallel, train = run.model, run.parallel, run.train
+    counts = [len(layers) for layers in stage_layers(model, parallel)]
+    microbatches = train.global_batch_size // max(1, train.micro_batch_size * parallel.dp)
+    stages = len(counts)
+    shard = 1 if parallel.zero_stage == 0 else parallel.fsdp_size or parallel.fsdp
+    return {
+        "heads": head_signature(run), "stages": stages, "uneven stages": len(set(counts)) > 1,
+        "accumulation": microbatches > 1, "pipeline filled": microbatches >= stages,
+        "pipeline steady": microbatches > stages, "rounds": min(2, microbatches // parallel.pp),
+        "micro-batch above 1": train.micro_batch_size > 1, "data parallel": parallel.dp > 1,
+        "sharded": shard > 1, "replicated": parallel.fsdp // shard > 1,
+        "partly rotated heads": model.rotary_percent < 1, "tail of learned positions":
+            model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > run.data.seq_length,
+    }
+
+
+def shrink(run: Run, most: int = MOST_PROCESSES) -> Small:
+    """The smallest run that still is this one.
+
+    Args:
+        run: resolved and checked, vocabulary open.
+        most: processes that may be used.
+
+    Raises:
+        TooLargeError: too many processes, or no smaller run with the same signature.
+    """
+    run, notes = _without_what_proof_cannot_keep(run)
+    wanted = signature(run)
+    base = _small_model(_small_heads(run, wanted), wanted)
+    per_replica = run.parallel.tp * run.parallel.pp * run.parallel.sp
+    if per_replica > most:
+        raise TooLargeError(
+            f"too large to prove here: one replica needs {per_replica} processes (tensor {run.parallel.tp} x pipeline "
+            f"{run.parallel.pp} x Ulysses {run.parallel.ulysses} x ring {run.parallel.ring}), and at most {most} are "
+            "used; prove a layout with smaller degrees of the same kind.")
+    for small in _candidates(base, most // per_replica):
+        if signature(small) == wanted:
+            return Small(small, notes + _changes(run, small))
+    if run.parallel.dp > 1 and run.parallel.sp > 1:  # states stay sharded over the sequence ranks
+        alone = shrink(_one_replica(run), most)
+        return Small(alone.run, [*notes, f"data parallelism is left out of this proof: {run.parallel.dp} -> 1 (two "
+                                         f"replicas would need {2 * per_replica} processes, {most} are allowed).",
+                                 *alone.notes])
+    raise TooLargeError(
+        f"too large to prove here: every smaller form of this run with at most {most} processes would run other code "
+        f"({per_replica} processes per replica, data parallel {run.parallel.dp}); prove a layout with smaller degrees "
+        "of the same kind.")
+
+
+def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
+    """In fp32/fp64, without dropout, files and ramp-up: the notes say so."""
+    notes = []
+    if run.precision.dtype != "float32":
+        notes.append(f"{run.precision.dtype} is proven in float64: rounding would hide errors.")
+    model = run.model
+    if model.attention_dropout or model.hidden_dropout:
+        notes.append("dropout is set to 0: its masks differ between layouts on purpose.")
+    if run.train.rampup_batch_size:
+        notes.append("the final global batch size is proven, not its ramp-up.")
+    run = replace(
+        run, precision=Precision(), checkpoint=Checkpoint(), logging=Logging(),
+        parallel=replace(run.parallel, sequence_split=0),
+        data=Data(seq_length=run.data.seq_length, mock_data=True, tokenizer_type="NullTokenizer"),
+        model=replace(model, attention_dropout=0.0, hidden_dropout=0.0, vocab_size=VOCABULARY, padded_vocab_size=0,
+                      make_vocab_size_divisible_by=8),
+        train=replace(run.train, rampup_batch_size=(), decrease_batch_size_if_needed=False))
+    step = run.train.micro_batch_size * run.parallel.dp
+    rounded = max(1, run.train.global_batch_size // step) * step
+    return replace(run, train=replace(run.train, global_batch_size=rounded)), notes
+
+
+def _one_replica(run: Run) -> Run:
+    parallel = run.parallel
+    world = parallel.world_size // parallel.dp
+    whole = parallel.fsdp_size in (0, parallel.fsdp)
+    one = replace(run, parallel=replace(parallel, world_size=world, fsdp_size=0 if whole else parallel.fsdp_size),
+                  train=replace(run.train, global_batch_size=run.train.global_batch_size // parallel.dp))
+    if not whole and parallel.sp % parallel.fsdp_size:
+        raise TooLargeError("too large to prove here: --fsdp-size spans replicas that would have to be left out; prove "
+                            "a layout with smaller degrees of the same kind.")
+    return resolve(one, world)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(number, 0, -1) if number % divisor == 0]
+
+
+def _small_heads(run: Run, wanted: dict[str, Any]) -> Run:
+    """Heads divided by the largest factor that changes nothing."""
+    model = run.model
+    for factor in _divisors(model.num_query_groups):
+        heads, groups = model.num_attention_heads // factor, model.num_query_groups // factor
+        if heads % run.parallel.tp or heads < run.parallel.tp * run.parallel.ulysses:
+            continue
+        small = replace(run, model=replace(model, num_attention_heads=heads, num_query_groups=groups))
+        if head_signature(small) == wanted["heads"]:
+            return small
+    return run
+
+
+def _small_model(run: Run, wanted: dict[str, Any]) -> Run:
+    """Narrow widths, few layers, a short sequence."""
+    model, parallel = run.model, run.parallel
+    width = next(width for width in (4, 8, 16, 32, 64, model.kv_channels)
+                 if int(width * model.rotary_percent) % 2 == 0 and int(width * model.rotary_percent) > 0)
+    if model.position_embedding_type != "rope":
+        width = 4
+    hidden, unit = 32, 4 * parallel.tp
+    ffn = max(unit, round(model.ffn_hidden_size / model.hidden_size * hidden / unit) * unit)
+    tokens = parallel.sp * (2 if parallel.ring > 1 else 1) * (parallel.tp if parallel.megatron_sp else 1)
+    length = tokens * max(1, -(-16 // tokens))
+    tail = 8 if wanted["tail of learned positions"] else 0
+    return replace(
+        run, data=replace(run.data, seq_length=length), train=replace(run.train, train_iters=3, train_samples=0),
+        model=replace(model, hidden_size=hidden, kv_channels=min(width, model.kv_channels), ffn_hidden_size=ffn,
+                      num_layers=_few_layers(run), max_position_embeddings=length + tail),
+        parallel=replace(parallel, layers_per_virtual_stage=0, pipeline_layers=_few_layers_each(run)))
+
+
+def _few_layers(run: Run) -> int:
+    """One layer a stage where stages are equal, with what is left over; without pipeline two."""
+    stages = run.parallel.pp * run.parallel.stages_per_rank
+    if stages == 1:
+        return min(2, run.model.num_layers)
+    return sum(_few_layers_each(run)) or stages + run.model.num_layers % stages
+
+
+def _few_layers_each(run: Run) -> tuple[int, ...]:
+    """What the user gave each stage, less what they have in common."""
+    given = run.parallel.pipeline_layers
+    return tuple(count - min(given) + 1 for count in given)
+
+
+def _candidates(run: Run, most_replicas: int) -> Iterator[Run]:
+    """The run on fewer replicas and with fewer samples, smallest first; only those the rules allow."""
+    parallel, train = run.parallel, run.train
+    size = min(2, train.micro_batch_size)
+    number = train.global_batch_size // (train.micro_batch_size * parallel.dp)
+    whole = parallel.fsdp_size in (0, parallel.fsdp)
+    for dp in range(1, min(parallel.dp, most_replicas) + 1):
+        for shard in [0] if whole else _divisors(dp * parallel.sp):
+            for count in range(1, number + 1):
+                world = parallel.tp * parallel.pp * parallel.sp * dp
+                small = replace(run, parallel=replace(parallel, world_size=world, fsdp_size=shard),
+                                train=replace(train, micro_batch_size=size, global_batch_size=size * dp * count))
+                small = with_vocab(resolve(small, world), VOCABULARY)
+                if not check_problems(small):
+                    yield small
+                if count > 4 * parallel.pp:  # nothing new comes with more
+                    break
+
+
+def _changes(run: Run, small: Run) -> list[str]:
+    """One line about what was made smaller."""
+    pairs = {
+        "hidden": (run.model.hidden_size, small.model.hidden_size),
+        "heads": (f"{run.model.num_attention_heads}/{run.model.num_query_groups}",
+                  f"{small.model.num_attention_heads}/{small.model.num_query_groups}"),
+        "head width": (run.model.kv_channels, small.model.kv_channels),
+        "ffn": (run.model.ffn_hidden_size, small.model.ffn_hidden_size),
+        "layers": (run.model.num_layers, small.model.num_layers),
+        "sequence": (run.data.seq_length, small.data.seq_length),
+        "data parallel": (run.parallel.dp, small.parallel.dp),
+        "global batch": (run.train.global_batch_size, small.train.global_batch_size),
+        "micro-batch": (run.train.micro_batch_size, small.train.micro_batch_size),
+    }
+    changed = [f"{name} {before} -> {after}" for name, (before, after) in pairs.items() if before != after]
+    return [f"made smaller: {', '.join(changed)}."] if changed else []
