@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_sp.config.options import schema_options
+from megatron_sp.config.presets import PRESETS
 from megatron_sp.config.tables import EXPERT_COMPANIONS
 from megatron_sp.config.values import parse_choice, parse_int, parse_words, strip_quotes
 
@@ -102,6 +103,7 @@ OTHERS: dict[str, Foreign] = {
     "--hierarchical-context-parallel-sizes": Foreign("*", "U R: Ulysses and ring sizes of --cp-comm-type a2a+p2p."),
     "--no-train": Foreign("?", "The same as --skip-train."),
     "--pipe-parallel-size": Foreign(1, "The same as --pipeline-model-parallel-size."),
+    "--model-preset": Foreign(1, f"Fill in the model flags that are not given: {', '.join(PRESETS)}."),
     "--num-experts": Foreign("*", "1 is accepted: a dense model."),
 }
 
@@ -122,8 +124,23 @@ def translate(claims: Claims) -> None:
     for flag, (key, value) in SWITCHES.items():
         if flag in claims.given:
             claims.claim(key, value, flag)
-    for step in (_activation, _positions, _query_groups, _context_parallel, _zero, _others, _experts):
+    for step in (_activation, _positions, _query_groups, _context_parallel, _zero, _others, _experts, _preset):
         step(claims)
+
+
+def _preset(claims: Claims) -> None:
+    """A published shape: fills in what no other flag says, and shows it."""
+    name = (claims.read("--model-preset", str) or "").lower()
+    if not name:
+        return
+    if name not in PRESETS:
+        claims.problems.append(f"--model-preset {name} is unknown; choose one of {', '.join(PRESETS)}.")
+        return
+    filled = {field: value for field, value in PRESETS[name].items() if not claims.values.get(f"model.{field}")}
+    for field, value in filled.items():
+        claims.claim(f"model.{field}", value, "--model-preset")
+    said = ", ".join(f"{field} {value}" for field, value in filled.items())
+    claims.notes.append(f"--model-preset {name} stands for: {said}.")
 
 
 def _activation(claims: Claims) -> None:

@@ -67,37 +67,53 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(query, width, bias=model.add_bias_linear, region=region, dtype=dtype)
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
-                cache: KeyValueCache | None = None) -> torch.Tensor:
-        """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
-        x = self.region.enter(x)  # [b, s/sp(/tp), h] -> [b, s/sp, h]
-        if self.groups and cache is None:
-            parts = [recompute(self._attend_with, group, x, rotation, sample_ids) for group in self.groups]
-            return self.output.finish(functools.reduce(torch.add, parts))
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value))
-        o = self._attend(self.plan, q, k, v, rotation, sample_ids, cache)
+                cache: KeyValueCache | None = None, *, normalise: Norm) -> torch.Tensor:
+        """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]
+
+        Args:
+            normalise: applied to x first. With groups each of them does it again, so that x is kept for backward
+                and not its normalised copy too; over tp, where that would be communication, they share one.
+        """
+        grouped = self.groups and cache is None
+        each = normalise if grouped and self.region.size == 1 else None
+        if each is None:
+            x = self.region.enter(normalise(x))  # [b, s/sp(/tp), h] -> [b, s/sp, h]
+        if grouped:
+            parts = (recompute(self._attend_with, group, each, x, rotation, sample_ids) for group in self.groups)
+            return self.output.finish(functools.reduce(torch.Tensor.add_, parts))  # in place: one sum and one part live
+        qkv = [project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value)]
+        o = self._attend(self.plan, qkv, rotation, sample_ids, cache)
         return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
 
-    def _attend_with(self, group: AttentionPlan, x: torch.Tensor, rotation: Rotation | None,
+    def _attend_with(self, group: AttentionPlan, normalise: Norm | None, x: torch.Tensor, rotation: Rotation | None,
                      sample_ids: torch.Tensor) -> torch.Tensor:
         """A run of heads' part of the output sum: slices of the projections in, a slice of the output out."""
         def rows(heads: tuple[int, int], first: int) -> slice:
             return slice((heads[0] - first) * self.head_dim, (heads[1] - first) * self.head_dim)
 
+        x = x if normalise is None else normalise(x)
         whole = self.plan.heads
         query, kv = rows(group.heads.query, whole.query[0]), rows(group.heads.kv, whole.kv[0])
-        q, k, v = (
+        qkv = [
             F.linear(x, weight[part], None if bias is None else bias[part]).unflatten(-1, (-1, self.head_dim))
-            for (weight, bias), part in ((self.query.local(), query), (self.key.local(), kv), (self.value.local(), kv)))
-        o = self._attend(group, q, k, v, rotation, sample_ids, None)
+            for (weight, bias), part in ((self.query.local(), query), (self.key.local(), kv), (self.value.local(), kv))]
+        o = self._attend(group, qkv, rotation, sample_ids, None)
         return F.linear(o.flatten(2), local_weight(self.output.weight)[:, query])
 
-    def _attend(self, plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                rotation: Rotation | None, sample_ids: torch.Tensor, cache: KeyValueCache | None) -> torch.Tensor:
-        """Norms, rotary and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]"""
+    def _attend(self, plan: AttentionPlan, qkv: list[torch.Tensor], rotation: Rotation | None,
+                sample_ids: torch.Tensor, cache: KeyValueCache | None) -> torch.Tensor:
+        """Norms, rotary and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]
+
+        Args:
+            qkv: emptied here, so that no caller keeps what the next step replaces.
+        """
+        v, k, q = qkv.pop(), qkv.pop(), qkv.pop()
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q = self.query_norm(q)
+            k = self.key_norm(k)
         if rotation is not None:
-            q, k = (apply_rotary(y, rotation, self.interleaved) for y in (q, k))
+            q = apply_rotary(q, rotation, self.interleaved)
+            k = apply_rotary(k, rotation, self.interleaved)
         causal = True
         if cache is not None:
             k, v = cache.append(self.layer, k, v)

@@ -65,7 +65,7 @@ class Block(nn.Module):
     def attend(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
                cache: KeyValueCache | None = None) -> torch.Tensor:
         """The first residual branch."""
-        y = self.attention(self.input_norm(x), rotation, sample_ids, cache)
+        y = self.attention(x, rotation, sample_ids, cache, normalise=self.input_norm)
         return x + self.drop(y, self.attention_dropout, sample_ids)
 
     def feed_forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:

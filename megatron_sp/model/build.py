@@ -147,8 +147,9 @@ def build_model(run: Run, mesh: ParallelMesh, dtype: torch.dtype = torch.float32
 
 def tied_weights(stages: Stages, mesh: ParallelMesh) -> TiedWeights:
     """This rank's copies of the embedding that both ends of the pipeline use."""
-    first = [part.embedding.word.weight for part in stages if part.embedding is not None]
-    last = [part.output.weight for part in stages if part.output is not None]
+    parts = [part for part in stages if isinstance(part, GPT)]
+    first = [part.embedding.word.weight for part in parts if part.embedding is not None]
+    last = [part.output.weight for part in parts if part.output is not None]
     both_here = bool(first and last)
     return TiedWeights(first[0] if first else None, last[0] if last else None,
                        None if both_here else mesh.ends_group())

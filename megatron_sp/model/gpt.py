@@ -128,8 +128,8 @@ class GPT(nn.Module):
     def loss_sum(self, labels: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Output layer and loss in one: [b, s/sp, h], [v/tp, h] -> [1]"""
         assert self.output is not None
-        return linear_loss_sum(x, weight, labels, self.output.region, self.config.vocab_size,
-                               tile=self.loss_tile).unsqueeze(0)
+        loss = linear_loss_sum(x, weight, labels, self.output.region, self.config.vocab_size, tile=self.loss_tile)
+        return torch.stack([loss])  # no view: FSDP hooks the outputs of its modules
 
 
 def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, turn: Rotation | None, sample_ids: torch.Tensor,

@@ -82,16 +82,20 @@ class _LinearLossSum(torch.autograd.Function):
                 dw.addmm_(gradient.t(), x_tile)
             elif dw is not None:
                 dw += gradient.t() @ x_tile
-        ctx.save_for_backward(dx, dw)
+        ctx.gradients, ctx.scaled_by = (dx, dw), None  # not saved tensors: backward writes into them
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        dx, dw = ctx.saved_tensors
+        dx, dw = ctx.gradients
         x_dtype, weight_dtype = ctx.dtypes
-        dx = None if dx is None else (dx * grad).to(x_dtype).view(ctx.shape)
-        dw = None if dw is None else (dw * grad).to(weight_dtype)
+        # In place: a copy would be as large as the embedding. Schedules that split backward in two come here twice
+        # with the same gradient, once for each of the results; the second time there is nothing left to scale.
+        factor = grad if ctx.scaled_by is None else grad / ctx.scaled_by
+        ctx.scaled_by = grad
+        dx = None if dx is None else dx.mul_(factor).to(x_dtype).view(ctx.shape)
+        dw = None if dw is None else dw.mul_(factor).to(weight_dtype)
         return dx, dw, None, None, None, None, None
 
 

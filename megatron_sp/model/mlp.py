@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -21,8 +22,9 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-ACTIVATIONS = {"gelu": F.gelu, "openai_gelu": partial(F.gelu, approximate="tanh"), "squared_relu": squared_relu,
-               "quick_gelu": quick_gelu, "swiglu": F.silu}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu, "openai_gelu": partial(F.gelu, approximate="tanh"), "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu, "swiglu": F.silu}
 
 
 class MLP(nn.Module):

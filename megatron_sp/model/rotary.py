@@ -51,6 +51,10 @@ def rotation(model: Model, positions: torch.Tensor, dtype: torch.dtype) -> Rotat
     return angles.cos().to(wide).unsqueeze(2), angles.sin().to(wide).unsqueeze(2)
 
 
+#: Elements turned at a time: a part of a core's cache; on a GPU large enough to keep it busy.
+CPU_PIECE, GPU_PIECE = 1 << 17, 1 << 25
+
+
 class _Turn(torch.autograd.Function):
     """Rotate pairs of elements; backward turns the gradient the other way."""
 
@@ -58,12 +62,23 @@ class _Turn(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turn(x, cos, sin, interleaved)
+        return _turn_in_pieces(x, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin, ctx.interleaved), None, None, None
+        return _turn_in_pieces(grad, cos, -sin, ctx.interleaved), None, None, None
+
+
+def _turn_in_pieces(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """``_turn`` of a few tokens at a time, so that its intermediates, wider than x, stay small."""
+    tokens = max(1, (CPU_PIECE if x.device.type == "cpu" else GPU_PIECE) // max(1, x[:, :1].numel()))
+    if tokens >= x.shape[1] or torch.compiler.is_compiling():
+        return _turn(x, cos, sin, interleaved)
+    turned = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for out, *piece in zip(*(y.split(tokens, dim=1) for y in (turned, x, cos, sin))):
+        out.copy_(_turn(*piece, interleaved))
+    return turned
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 With full recomputation these inputs are all that grows with depth x sequence (ALST, arXiv
 2506.13996, section 3.3). They are copied out on a side stream while the layer computes, and brought
-back one layer ahead of backward. Parameters never move: only the tensor named as a layer's input does.
+back one layer ahead of backward. Parameters never move: only a layer's input does, and what is kept
+in its shape (the input of its second half, when the layer is kept in two).
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def around(self, index: int, layer_input: torch.Tensor) -> Iterator[None]:
-        """For the forward of the layer of this local number: moves its saved input, and nothing else."""
+        """For the forward of the layer of this local number: moves its saved inputs, and nothing else."""
         if index >= self.num_offloaded or not torch.is_grad_enabled():
             yield
             return
         if index == 0:
             self._latest = None
-        pointer = layer_input.data_ptr()
+        shape, dtype = layer_input.shape, layer_input.dtype
 
         def pack(x: torch.Tensor) -> Any:
-            is_input = x.data_ptr() == pointer and x.shape == layer_input.shape
+            is_input = x.shape == shape and x.dtype == dtype and not isinstance(x, torch.nn.Parameter)
             return self._send(x) if is_input else x
 
         def unpack(x: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from megatron_sp.parallel.mesh import ParallelMesh
@@ -28,6 +28,8 @@ TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": 
                "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 # Stages laid out as a V: rank r holds stages r and last - r.
 V_SHAPED = ("zbv", "dualpipev")
+# torch's names of the actions that a forward pass needs.
+FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
 def stages_of_rank(schedule: str, pp: int, stages_per_rank: int, rank: int) -> list[int]:
@@ -49,10 +51,13 @@ def schedule_order(schedule: str, pp: int, stages_per_rank: int,
     where backward is split, I (gradient of the input) and W (gradients of the weights)."""
     num_stages = pp * stages_per_rank
     kind = schedule_class(schedule, num_microbatches, num_stages)
+    if issubclass(kind, PipelineScheduleSingle):  # torch keeps no list of these that is complete
+        warm_up = [min(num_microbatches, pp - rank if kind is Schedule1F1B else num_microbatches) for rank in range(pp)]
+        return [_one_stage_order(rank, warm_up[rank], num_microbatches) for rank in range(pp)]
     parts = [SimpleNamespace(num_stages=num_stages, group_size=pp, group_rank=0, stage_index=number,
                              is_first=number == 0, is_last=number == num_stages - 1, submod=nn.Identity())
              for number in stages_of_rank(schedule, pp, stages_per_rank, 0)]
-    made = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts, num_microbatches)
+    made = kind(parts, num_microbatches)
     orders = []
     for rank in range(pp):
         actions = [part for action in made.pipeline_order[rank] if action is not None
@@ -62,12 +67,22 @@ def schedule_order(schedule: str, pp: int, stages_per_rank: int,
     return orders
 
 
+def _one_stage_order(stage: int, warm_up: int, num_microbatches: int) -> list[tuple[str, int, int]]:
+    """Some forwards, then a backward and a forward in turn, then the backwards that are left."""
+    order = [("F", stage, number) for number in range(warm_up)]
+    for number in range(num_microbatches):
+        order.append(("B", stage, number))
+        if warm_up + number < num_microbatches:
+            order.append(("F", stage, warm_up + number))
+    return order
+
+
 def keep_forward(schedule: Any) -> None:
     """Drop all actions of backward: torch's own evaluation stumbles over them where neighbouring stages share a rank."""
-    orders = getattr(schedule, "pipeline_order_with_comms", None)
-    for rank, actions in (orders or {}).items():
+    orders = getattr(schedule, "pipeline_order_with_comms", None) or {}
+    for rank, actions in orders.items():
         flat = [part for action in actions for part in (action.sub_actions or (action,))]
-        orders[rank] = [action for action in flat if action.computation_type.value in ("F", "SEND_F", "RECV_F")]
+        orders[rank] = [action for action in flat if action.computation_type.value in FORWARD]
 
 
 class Stages(nn.ModuleList):

@@ -73,21 +73,33 @@ class UlyssesExchange:
         """
         batch, tokens, _, width = q.shape
         assert k.shape[:2] == v.shape[:2] == (batch, tokens), "q, k and v must hold the same tokens"
-        q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))  # [b, s/P, n, d] -> [n, b, s/P, d]
         if self.kv_copies is not None:
             index = torch.tensor(self.kv_copies, device=k.device)
-            k, v = k.index_select(0, index), v.index_select(0, index)
-        parts = zip(q.split(self.num_query), k.split(self.num_kv), v.split(self.num_kv))
-        packed = torch.cat([x for part in parts for x in part])  # for each rank its q, k and v heads
+            k, v = k.index_select(2, index), v.index_select(2, index)
         send = [nq + 2 * nk for nq, nk in zip(self.num_query, self.num_kv)]
         mine = send[self.rank]
+        packed = self._pack(q, k, v)  # -> [sum of heads, b*s/P*d]
         self.sent.add(packed, send, self.rank)
-        packed = all_to_all(packed, send, [mine] * self.size, self.group)  # -> [P*(n_p+2g_p), b, s/P, d]
-        packed = packed.view(self.size, mine, batch, tokens, width)
-        packed = packed.permute(2, 0, 3, 1, 4)  # -> [b, P, s/P, n_p+2g_p, d]
+        packed = all_to_all(packed, send, [mine] * self.size, self.group)  # -> [P*(n_p+2g_p), b*s/P*d]
+        packed = packed.view(self.size, batch, tokens, mine, width).transpose(0, 1)
+        packed = packed.reshape(batch, self.size * tokens, mine, width)  # -> [b, s, n_p+2g_p, d], a view if b = 1
         nq, nk = self.num_query[self.rank], self.num_kv[self.rank]
-        q, k, v = (x.reshape(batch, self.size * tokens, x.shape[3], width) for x in packed.split([nq, nk, nk], dim=3))
+        q, k, v = packed.split([nq, nk, nk], dim=2)
         return q, k, v
+
+    def _pack(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """For each rank p a block [b, s/P, n_p+2g_p, d] of its q, k and v heads: token by token, so that
+        the blocks received from all ranks are the whole sequence without another copy.
+
+        The blocks follow each other as rows, one for each head of theirs: [sum of heads, b*s/P*d].
+        """
+        batch, tokens, _, width = q.shape
+        row = batch * tokens * width
+        if len(set(self.num_query)) == len(set(self.num_kv)) == 1:  # equal blocks: one copy
+            q, k, v = (x.unflatten(2, (self.size, -1)).movedim(2, 0) for x in (q, k, v))  # [P, b, s/P, n_p, d]
+            return torch.cat((q, k, v), dim=3).view(-1, row)
+        parts = zip(q.split(self.num_query, 2), k.split(self.num_kv, 2), v.split(self.num_kv, 2))
+        return torch.cat([torch.cat(part, dim=2).view(sum(x.shape[2] for x in part), row) for part in parts])
 
     def heads_to_sequence(self, o: torch.Tensor) -> torch.Tensor:
         """The way back.
@@ -99,12 +111,13 @@ class UlyssesExchange:
         """
         batch, total, mine, width = o.shape
         tokens = total // self.size
-        o = o.view(batch, self.size, tokens, mine, width).permute(1, 3, 0, 2, 4)  # -> [P, n_p, b, s/P, d]
-        o = o.reshape(self.size * mine, batch, tokens, width)
+        o = o.view(batch, self.size, tokens, mine, width).transpose(0, 1)  # -> [P, b, s/P, n_p, d]
+        o = o.reshape(self.size * mine, batch * tokens * width)  # a view if b = 1
         send = [mine] * self.size
         self.sent.add(o, send, self.rank)
-        o = all_to_all(o, send, self.num_query, self.group)  # -> [n, b, s/P, d]
-        return o.permute(1, 2, 0, 3)
+        o = all_to_all(o, send, self.num_query, self.group)  # -> [n, b*s/P*d], for each rank a block [b, s/P, n_p, d]
+        blocks = zip(o.split(self.num_query), self.num_query)
+        return torch.cat([block.view(batch, tokens, heads, width) for block, heads in blocks], dim=2)
 
 
 class UlyssesAttention:

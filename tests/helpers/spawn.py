@@ -27,7 +27,6 @@ from typing import Any
 
 #: The type of ``run_ranks``, for tests that get it as the fixture ``ranks``.
 RunRanks = Callable[..., list[Any]]
-RankPools = RunRanks
 
 #: Imported once by the server that the ranks are forked from; nothing here may start a thread.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",

@@ -1,0 +1,81 @@
+"""Live tensor bytes of a piece of work, by watching every storage from its first use to its end."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of all storages that operators return while it is active, and frees them as they end.
+
+    Works on real and on fake tensors; with fake ones enter ``FakeTensorMode`` first. What a kernel uses
+    within itself is not seen.
+
+    Attributes:
+        live, peak: bytes now, and the most so far.
+        largest: elements of the largest tensor seen, and the operator that made it.
+    """
+
+    def __init__(self, explain: bool = False) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.largest: tuple[int, str] = (0, "")
+        self.at_peak: Counter[tuple[str, tuple[int, ...], str]] = Counter()
+        self._explain, self._known = explain, weakref.WeakSet[torch.UntypedStorage]()
+        self._made: dict[int, tuple[str, tuple[int, ...], str, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(
+                args[0], torch._subclasses.FakeTensor):
+            result = args[0]  # fake waiting makes a copy, real waiting does not
+        else:
+            result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf, str(func))
+        return result
+
+    def add(self, tensor: torch.Tensor, name: str = "") -> None:
+        """Count a tensor that was made before."""
+        for part in _plain(tensor):
+            storage = part.untyped_storage()
+            if part.numel() > self.largest[0] and part.numel() * part.element_size() <= storage.nbytes():
+                self.largest = (part.numel(), name)
+            if storage in self._known:
+                continue
+            self._known.add(storage)
+            size, key = storage.nbytes(), id(storage)
+            self.live += size
+            self._made[key] = (name, tuple(part.shape), str(part.dtype), size)
+            weakref.finalize(storage, self._end, key)
+        if self.live > self.peak:
+            self.peak = self.live
+            if self._explain:
+                self.at_peak = Counter()
+                for made in self._made.values():
+                    self.at_peak[made[:3]] += made[3]
+
+    def _end(self, key: int) -> None:
+        self.live -= self._made.pop(key)[3]
+
+    def report(self, least: int = 1 << 20) -> str:
+        """What was live at the peak, largest first (with ``explain``)."""
+        return "\n".join(f"{size / 2**20:10.1f} MiB  {key}" for key, size in self.at_peak.most_common() if size >= least)
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with storage behind a tensor subclass."""
+    if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, torch._subclasses.FakeTensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):
+                yield from _plain(part)
+    elif tensor.layout == torch.strided:
+        yield tensor
