@@ -29,6 +29,7 @@ class Environment:
     world_size: int = 1
     local_rank: int = 0
     launched: bool = False
+    local_world_size: int = 0  # processes of this node; 0: not known
 
 
 def launch_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -49,11 +50,12 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> Environmen
     try:
         rank, world = int(found["RANK"]), int(found["WORLD_SIZE"])
         local = int(found.get("LOCAL_RANK", rank))
+        on_node = int(variables.get("LOCAL_WORLD_SIZE") or 0)
     except ValueError:
         raise ConfigError(f"the launcher's variables are not whole numbers: {found}") from None
     if not 0 <= rank < world:
         raise ConfigError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world}")
-    return Environment(rank, world, local, launched=True)
+    return Environment(rank, world, local, launched=True, local_world_size=on_node)
 
 
 def start(parallel: Parallel, environment: Environment) -> torch.device:
@@ -85,6 +87,14 @@ def start(parallel: Parallel, environment: Environment) -> torch.device:
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def join_local_group(rank: int, world_size: int, port: int) -> None:
+    """Join a process group on this machine's CPU, whose first store listens on a port (see ``proof.processes``)."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=2))
 
 
 def stop() -> None:

@@ -15,3 +15,9 @@ from tests.helpers.spawn import RunRanks, run_ranks  # noqa: E402
 def ranks() -> RunRanks:
     """``ranks(fn, world_size, *args, timeout=60)``: see tests/helpers/spawn.py."""
     return run_ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--long N --long-seed S``: N random layouts for the parity matrix, instead of the chosen ones."""
+    parser.addoption("--long", type=int, default=0)
+    parser.addoption("--long-seed", type=int, default=1)

@@ -60,12 +60,16 @@ BOUNDS: dict[str, Bound] = {
     "train.exit_duration_in_mins": POSITIVE,
     **_bounds(NOT_NEGATIVE, "train", "seed eval_iters"),
     "train.rampup_batch_size": POSITIVE_INT,
+    **_bounds(NOT_NEGATIVE, "train", "check_replicas manual_gc_interval"),
     **_bounds(POSITIVE_INT, "memory", "recompute_num_layers loss_tile_size mlp_tile_size attention_head_groups"),
     "memory.offload_activations": Bound(low=0, high=1),
     "checkpoint.save_interval": POSITIVE_INT,
     "checkpoint.ckpt_step": NOT_NEGATIVE,
     **_bounds(POSITIVE_INT, "logging", "log_interval tensorboard_log_interval tensorboard_queue_size"),
     "logging.timing_log_level": Bound(low=0, high=2),
+    "logging.device_peak_tflops": POSITIVE,
+    **_bounds(NOT_NEGATIVE, "logging", "profile_step_start profile_ranks"),
+    "logging.profile_step_end": POSITIVE_INT,
 }
 
 

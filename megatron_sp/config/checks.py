@@ -77,7 +77,8 @@ def check_length(run: Run) -> list[str]:
                 f"keep one."]
     if not train.train_iters and not train.train_samples:
         return ["--train-iters or --train-samples is required."]
-    if train.train_samples and 0 < train.train_samples < train.global_batch_size and not train.rampup_batch_size:
+    grows = train.rampup_batch_size or train.step_batch_size_schedule
+    if train.train_samples and 0 < train.train_samples < train.global_batch_size and not grows:
         return [f"--train-samples {train.train_samples} is less than one step of --global-batch-size "
                 f"{train.global_batch_size}."]
     return []

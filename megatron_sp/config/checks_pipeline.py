@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_sp.config.batch_schedule import batch_sizes
 from megatron_sp.config.schema import Run
 from megatron_sp.config.sequence_split import split_problem
 from megatron_sp.config.values import either
@@ -54,23 +55,16 @@ def _schedule_rules(run: Run) -> list[str]:
     if name in ZERO_BUBBLE and run.memory.recompute_granularity:
         found.append(f"--pipeline-schedule {name} splits backward in two and cannot recompute a layer for each half; "
                      "leave recomputation out, or use another schedule.")
-    return found + [problem for batch in _batch_sizes(run) for problem in _microbatch_rules(run, batch)]
-
-
-def _batch_sizes(run: Run) -> list[int]:
-    """Every global batch size of the run."""
-    train = run.train
-    if len(train.rampup_batch_size) != 3 or train.rampup_batch_size[1] < 1:
-        return [train.global_batch_size]
-    start, increment, _ = train.rampup_batch_size
-    return [*range(start, train.global_batch_size, increment), train.global_batch_size]
+    return found + [problem for batch in batch_sizes(run.train) for problem in _microbatch_rules(run, batch)]
 
 
 def _microbatch_rules(run: Run, global_batch_size: int) -> list[str]:
     """Numbers of microbatches a schedule takes, with the nearest valid batch sizes."""
     parallel, train = run.parallel, run.train
     step = train.micro_batch_size * max(parallel.dp, 1)
-    if step < 1 or global_batch_size % step:
+    if train.decrease_batch_size_if_needed and step > 0:
+        global_batch_size = global_batch_size // step * step
+    if step < 1 or not global_batch_size or global_batch_size % step:
         return []  # the batch rules say so
     number, name, pp = global_batch_size // step, parallel.pipeline_schedule, parallel.pp
     if takes_microbatches(name, number, pp):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_sp.config.batch_schedule import parse_batch_schedule
 from megatron_sp.config.schema import Run
 from megatron_sp.config.values import either, nearest_multiples
 
@@ -98,17 +99,41 @@ def check_batch(run: Run) -> list[str]:
         return []
     dp = max(parallel.dp, 1)
     step = train.micro_batch_size * dp
-    found = []
+    found: list[str] = []
     spelled = (f"--micro-batch-size {train.micro_batch_size} x data-parallel size {dp} = {step} ({dp} = "
                f"{parallel.world_size} processes / {parallel.tp * parallel.pp * parallel.sp} per replica"
                f"{': ' + _groups_text(run) if _groups_text(run) else ''})")
     rounding = train.decrease_batch_size_if_needed
+    if train.step_batch_size_schedule:
+        return _step_schedule(run, step, spelled)
     if train.global_batch_size < step and rounding:
         found.append(f"--global-batch-size {train.global_batch_size} is below {spelled}; choose {step} or more.")
     elif train.global_batch_size % step and not rounding:
         found.append(f"--global-batch-size {train.global_batch_size} is not a multiple of {spelled}; the nearest valid "
                      f"values are {either(nearest_multiples(train.global_batch_size, step))}.")
     return found + _rampup(run, step, spelled)
+
+
+def _step_schedule(run: Run, step: int, spelled: str) -> list[str]:
+    train = run.train
+    flag = f"--step-batch-size-schedule {' '.join(train.step_batch_size_schedule)}"
+    found = []
+    try:
+        steps = parse_batch_schedule(train.step_batch_size_schedule)
+    except ValueError as error:
+        return [f"--step-batch-size-schedule: {error}."]
+    if train.global_batch_size != steps[-1][1]:
+        found.append(f"{flag} and --global-batch-size {train.global_batch_size} exclude each other; keep one.")
+    if train.rampup_batch_size:
+        found.append(f"{flag} and --rampup-batch-size {' '.join(map(str, train.rampup_batch_size))} exclude each other; "
+                     "keep one.")
+    for size in dict.fromkeys(size for _, size in steps):
+        if size < step and train.decrease_batch_size_if_needed:
+            found.append(f"{flag}: {size} is below {spelled}; choose {step} or more.")
+        elif size % step and not train.decrease_batch_size_if_needed:
+            found.append(f"{flag}: {size} is not a multiple of {spelled}; the nearest valid values are "
+                         f"{either(nearest_multiples(size, step))}.")
+    return found
 
 
 def _rampup(run: Run, step: int, spelled: str) -> list[str]:

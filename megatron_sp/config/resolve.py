@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_sp.config.batch_schedule import last_batch_size
 from megatron_sp.config.schema import Data, Model, Optimizer, Parallel, Run, Schedule, Train
 from megatron_sp.config.sequence_split import with_split
 from megatron_sp.errors import ConfigError
@@ -107,4 +108,5 @@ def _schedule(schedule: Schedule, train: Train) -> Schedule:
 
 
 def _train(train: Train, parallel: Parallel) -> Train:
-    return replace(train, global_batch_size=train.global_batch_size or train.micro_batch_size * max(parallel.dp, 1))
+    size = train.global_batch_size or last_batch_size(train.step_batch_size_schedule)
+    return replace(train, global_batch_size=size or train.micro_batch_size * max(parallel.dp, 1))

@@ -172,7 +172,9 @@ class Data:
                                       nargs="*")
     split: str = flag("969, 30, 1", "Shares of the documents for training, validation and test.")
     train_data_path: tuple[str, ...] = flag((), "Training data, in the form of --data-path.", nargs="*")
-    valid_data_path: tuple[str, ...] = flag((), "Validation data, in the form of --data-path.", nargs="*")
+    valid_data_path: tuple[str, ...] = flag((), "Validation data, in the form of --data-path; with names "
+                                                "(code=P1 books=0.3 P2 0.7 P3) several sets, each evaluated by itself.",
+                                            nargs="*")
     test_data_path: tuple[str, ...] = flag((), "Test data, in the form of --data-path.", nargs="*")
     mock_data: bool = flag(False, "Use made-up tokens; needs no files.")
     data_cache_path: str = flag("", "Directory of the index cache; default: beside the data.")
@@ -244,6 +246,10 @@ class Train:
                                                   "--train-samples).", nargs=3, metavar="N")
     decrease_batch_size_if_needed: bool = flag(False, "Round the global batch size down to a multiple of "
                                                       "micro-batch-size x data-parallel size.")
+    step_batch_size_schedule: tuple[str, ...] = flag((), "TOKENS:SIZE ...: the global batch size from each number of "
+                                                         "tokens on, the first from 0, such as 0:768 250B:1536 (K, M, "
+                                                         "B, T are thousands to trillions); instead of "
+                                                         "--global-batch-size.", nargs="*", metavar="TOKENS:SIZE")
     train_iters: int = flag(0, "Iterations to train for (this or --train-samples is required).")
     train_samples: int = flag(0, "Samples to train for.")
     train_tokens: int = flag(0, "Stop also after this many tokens.")
@@ -254,6 +260,12 @@ class Train:
     eval_interval: int = flag(1000, "Iterations between evaluations.")
     eval_iters: int = flag(100, "Global batches per evaluation; 0: no validation and no test.")
     skip_train: bool = flag(False, "Evaluate only.")
+    check_replicas: int = flag(0, "Every this many iterations compare the copies of each weight bit by bit and stop "
+                                  "when ranks differ; 0: never.",
+                               "--check-replicas", "--check-weight-hash-across-dp-replicas-interval")
+    manual_gc: bool = flag(False, "Collect Python's garbage on all ranks at the same moments instead of when each "
+                                  "likes: before training, around evaluations, every manual-gc-interval iterations.")
+    manual_gc_interval: int = flag(0, "Iterations between collections under --manual-gc; 0: none between.")
     attention_backend: str = flag("auto", "Attention core: auto, sdpa (torch's fused attention) or unfused (the "
                                           "quadratic reference).", "--attention-core",
                                   choices=("auto", "sdpa", "unfused"))
@@ -299,11 +311,22 @@ class Logging:
     """Logging."""
 
     log_interval: int = flag(100, "Iterations between log lines.")
-    log_throughput: bool = flag(False, "Add TFLOP/s per device to the log line.")
+    log_throughput: bool = flag(False, "Add tokens per second, TFLOP/s per device and, where the device's peak is "
+                                       "known, MFU and HFU to the log line.")
+    device_peak_tflops: float = flag(0.0, "Peak TFLOP/s of a device in the type computed in, for MFU and HFU; default: "
+                                          "known for common GPUs.")
     log_progress: bool = flag(False, "Append to progress.txt in the save directory.")
     log_params_norm: bool = flag(False, "Log the global norm of the parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradient.")
-    timing_log_level: int = flag(0, "0: step time; 1: also the parts of a step; 2: also per microbatch.")
+    timing_log_level: int = flag(0, "0: step time; 1: also the parts of a step; 2: also forward and backward, summed "
+                                    "over the microbatches.")
+    timing_log_option: str = flag("minmax", "Of which ranks the parts' times are shown.",
+                                  choices=("max", "minmax", "all"))
+    profile: bool = flag(False, "Write a profiler trace (for Perfetto) of some steps to SAVE/profile, on a GPU with a "
+                                "memory snapshot.")
+    profile_step_start: int = flag(10, "Profile the steps after this iteration.")
+    profile_step_end: int = flag(12, "Last iteration to profile.")
+    profile_ranks: tuple[int, ...] = flag((0,), "Ranks that profile.", nargs="*", metavar="RANK")
     tensorboard_dir: str = flag("", "Write TensorBoard events here.")
     tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.")
     tensorboard_queue_size: int = flag(1000, "TensorBoard's queue of pending events.")

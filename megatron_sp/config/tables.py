@@ -40,8 +40,8 @@ HINTS: dict[str, int | str] = {
     # memory
     **_names("""distribute-checkpointed-activations distribute-saved-activations partition-activations
         contigious-checkpointing synchronize-each-layer zero-reduce-scatter zero-contigious-gradients use-pin-memory
-        use-precision-aware-optimizer manual-gc offload-continuous-buffers""", 0),
-    **_names("""manual-gc-interval empty-unused-memory-level main-grads-dtype main-params-dtype exp-avg-dtype
+        use-precision-aware-optimizer no-manual-gc-eval offload-continuous-buffers""", 0),
+    **_names("""empty-unused-memory-level main-grads-dtype main-params-dtype exp-avg-dtype
         exp-avg-sq-dtype""", 1),
     # data
     **_names("no-create-attention-mask-in-dataloader no-mmap-bin-files repeated-dataloader lazy-loader", 0),
@@ -52,8 +52,8 @@ HINTS: dict[str, int | str] = {
         dist-ckpt-save-pre-mcore-014 ckpt-assume-constant-structure""", 0),
     **_names("ckpt-format dist-ckpt-format dist-ckpt-strictness", 1),
     # logging
-    **_names("no-barrier-with-level-1-timing log-world-size-to-tensorboard", 0),
-    **_names("logging-level log-level log-level-replica job-name timing-log-option", 1),
+    **_names("no-barrier-with-level-1-timing log-world-size-to-tensorboard use-pytorch-profiler nvtx-ranges", 0),
+    **_names("logging-level log-level log-level-replica job-name", 1),
 }
 
 _ELSEWHERE = "it belongs to another tool"
@@ -68,7 +68,6 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--rerun-mode": (1, _NOT_HERE),
     "--error-injection-rate": (1, _NOT_HERE),
     "--error-injection-type": (1, _NOT_HERE),
-    "--check-weight-hash-across-dp-replicas-interval": (1, _NOT_HERE),
     "--save-retain-interval": (1, "every checkpoint is kept"),
     "--use-tp-pp-dp-mapping": (0, "the order of the ranks is fixed: pp, dp, ring, ulysses, tp from outer to inner"),
     "--fp8-amax-history-len": (1, "there is no fp8 here"),
@@ -76,12 +75,6 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--fp8-margin": (1, "there is no fp8 here"),
     "--fp8-interval": (1, "there is no fp8 here"),
     "--log-optimizer-states-to-tensorboard": (0, "norms of optimizer states are not logged"),
-    "--nvtx-ranges": (0, "profiling is not available yet"),
-    "--profile": (0, "profiling is not available yet"),
-    "--profile-step-start": (1, "profiling is not available yet"),
-    "--profile-step-end": (1, "profiling is not available yet"),
-    "--profile-ranks": ("*", "profiling is not available yet"),
-    "--use-pytorch-profiler": (0, "profiling is not available yet"),
     "--measure-activation-memory": (0, "peak memory is always logged"),
     "--kill-switch-path": (1, "send SIGTERM to stop a run"),
     "--trigger-path": (1, "send SIGTERM to save and stop a run"),
@@ -178,7 +171,6 @@ NOT_YET: dict[str, Refusal] = {
     **_refuse("data-args-path per-split-data-args-path data-file-list", 1, "reading the data list from a file"),
     **_refuse("tokenizer-file tiktoken-pattern", 1, "this tokenizer"),
     # batch and length
-    **_refuse("step-batch-size-schedule", "*", "a stepwise batch size"),
     **_refuse("skip-train-iteration-range", "*", "skipping ranges of the data"),
     **_refuse("full-validation", 0, "validation on the whole set"),
     **_refuse("eval-global-batch-size eval-micro-batch-size", 1, "a batch size of its own for evaluation"),

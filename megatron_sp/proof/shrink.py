@@ -66,9 +66,17 @@ def signature(run: Run) -> dict[str, Any]:
         "pipeline steady": microbatches > stages, "rounds": min(2, microbatches // parallel.pp),
         "micro-batch above 1": train.micro_batch_size > 1, "data parallel": parallel.dp > 1,
         "sharded": shard > 1, "replicated": parallel.fsdp // shard > 1,
-        "partly rotated heads": model.rotary_percent < 1, "tail of learned positions":
+        "memory": memory_signature(run), "partly rotated heads": model.rotary_percent < 1, "tail of learned positions":
             model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > run.data.seq_length,
     }
+
+
+def memory_signature(run: Run) -> tuple[bool, ...]:
+    """Whether there is more than one tile of tokens, more than one layer in a recomputed unit, and a rest."""
+    memory, tokens = run.memory, run.data.seq_length // run.parallel.sp
+    fewest = min(len(layers) for layers in stage_layers(run.model, run.parallel))
+    return (0 < memory.mlp_tile_size < tokens, 0 < memory.loss_tile_size < tokens, memory.recompute_num_layers > 1,
+            memory.recompute_method == "block" and memory.recompute_num_layers < fewest)
 
 
 def shrink(run: Run, most: int = MOST_PROCESSES) -> Small:
@@ -112,7 +120,7 @@ def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
     model = run.model
     if model.attention_dropout or model.hidden_dropout:
         notes.append("dropout is set to 0: its masks differ between layouts on purpose.")
-    if run.train.rampup_batch_size:
+    if run.train.rampup_batch_size or run.train.step_batch_size_schedule:
         notes.append("the final global batch size is proven, not its ramp-up.")
     run = replace(
         run, precision=Precision(), checkpoint=Checkpoint(), logging=Logging(),
@@ -120,7 +128,8 @@ def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
         data=Data(seq_length=run.data.seq_length, mock_data=True, tokenizer_type="NullTokenizer"),
         model=replace(model, attention_dropout=0.0, hidden_dropout=0.0, vocab_size=VOCABULARY, padded_vocab_size=0,
                       make_vocab_size_divisible_by=8),
-        train=replace(run.train, rampup_batch_size=(), decrease_batch_size_if_needed=False))
+        train=replace(run.train, rampup_batch_size=(), step_batch_size_schedule=(),
+                      decrease_batch_size_if_needed=False))
     step = run.train.micro_batch_size * run.parallel.dp
     rounded = max(1, run.train.global_batch_size // step) * step
     return replace(run, train=replace(run.train, global_batch_size=rounded)), notes
@@ -167,25 +176,40 @@ def _small_model(run: Run, wanted: dict[str, Any]) -> Run:
     tokens = parallel.sp * (2 if parallel.ring > 1 else 1) * (parallel.tp if parallel.megatron_sp else 1)
     length = tokens * max(1, -(-16 // tokens))
     tail = 8 if wanted["tail of learned positions"] else 0
+    given, tile = run.memory, max(1, length // parallel.sp // 2)
+    mlp_tiled, loss_tiled, *_ = memory_signature(run)
+    memory = replace(given, mlp_tile_size=tile if mlp_tiled else given.mlp_tile_size,
+                     loss_tile_size=tile if loss_tiled else given.loss_tile_size,
+                     recompute_num_layers=_few_recomputed(run))
     return replace(
-        run, data=replace(run.data, seq_length=length), train=replace(run.train, train_iters=3, train_samples=0),
+        run, memory=memory, data=replace(run.data, seq_length=length), train=replace(run.train, train_iters=3, train_samples=0),
         model=replace(model, hidden_size=hidden, kv_channels=min(width, model.kv_channels), ffn_hidden_size=ffn,
                       num_layers=_few_layers(run), max_position_embeddings=length + tail),
         parallel=replace(parallel, layers_per_virtual_stage=0, pipeline_layers=_few_layers_each(run)))
 
 
+def _few_recomputed(run: Run) -> int:
+    return 1 if run.memory.recompute_method == "block" else min(2, run.memory.recompute_num_layers)
+
+
+def _layers_per_stage(run: Run) -> int:
+    """One, or two where recomputation makes units of several layers or leaves a rest."""
+    *_, several, rest = memory_signature(run)
+    return 2 if several or rest else 1
+
+
 def _few_layers(run: Run) -> int:
-    """One layer a stage where stages are equal, with what is left over; without pipeline two."""
+    """Few layers a stage where stages are equal, and what is left over; without pipeline two."""
     stages = run.parallel.pp * run.parallel.stages_per_rank
     if stages == 1:
         return min(2, run.model.num_layers)
-    return sum(_few_layers_each(run)) or stages + run.model.num_layers % stages
+    return sum(_few_layers_each(run)) or stages * _layers_per_stage(run) + run.model.num_layers % stages
 
 
 def _few_layers_each(run: Run) -> tuple[int, ...]:
     """What the user gave each stage, less what they have in common."""
     given = run.parallel.pipeline_layers
-    return tuple(count - min(given) + 1 for count in given)
+    return tuple(count - min(given) + _layers_per_stage(run) for count in given)
 
 
 def _candidates(run: Run, most_replicas: int) -> Iterator[Run]:

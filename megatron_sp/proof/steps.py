@@ -125,11 +125,7 @@ def step_in_layout(run: Run, weights: Weights, tokens: Tensor, labels: Tensor, *
 
 def whole_tensors(run: Run, model: nn.Module, mesh: ParallelMesh,
                   of: Callable[[nn.Parameter], Tensor | None]) -> Weights:
-    """``of`` every parameter in full, from all stages, by logical name.
-
-    Raises:
-        AssertionError: two copies of a tied weight differ.
-    """
+    """``of`` every parameter in full, from all stages, by logical name; NaN where copies of a tied weight differ."""
     mine = [(name, gather_full(name, of(parameter), run)) for name, parameter in named(model)]
     stages: list[list[tuple[str, Tensor]]] = [mine]
     if mesh.size("pp") > 1:
@@ -137,8 +133,8 @@ def whole_tensors(run: Run, model: nn.Module, mesh: ParallelMesh,
         dist.all_gather_object(stages, mine, mesh.group("pp"))
     whole: Weights = {}
     for name, tensor in (pair for stage in stages for pair in stage):
-        assert name not in whole or torch.equal(whole[name], tensor), f"the copies of {name} differ"
-        whole[name] = tensor
+        same = name not in whole or torch.equal(whole[name], tensor)
+        whole[name] = tensor if same else torch.full_like(tensor, math.nan)
     return whole
 
 

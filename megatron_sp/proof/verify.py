@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_sp.config.checks import check_problems
 from megatron_sp.config.resolve import resolve
-from megatron_sp.config.schema import Parallel, Run
+from megatron_sp.config.schema import Memory, Parallel, Run
 from megatron_sp.model.build import build_model
 from megatron_sp.proof.processes import ProcessesFailedError, run_processes
 from megatron_sp.proof.reference import random_weights, reference_training
@@ -118,9 +118,8 @@ def simplifications(run: Run) -> Iterator[tuple[str, Run]]:
     for what, is_used, change in changes:
         if is_used:
             yield from _allowed(what, run, replace(parallel, **change))  # type: ignore[arg-type]
-    if train.recompute_granularity:
-        yield from _allowed("--recompute-granularity", replace(run, train=replace(train, recompute_granularity="")),
-                            parallel)
+    if run.memory != Memory():
+        yield from _allowed("recomputation, tiling and offload", replace(run, memory=Memory()), parallel)
     if parallel.dp > 1:
         yield from _allowed(f"data parallelism over {parallel.dp}", run, parallel, dp=1)
     size = train.global_batch_size // parallel.dp

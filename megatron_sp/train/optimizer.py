@@ -9,7 +9,6 @@ world.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -121,7 +120,7 @@ def num_zeros(model: nn.Module, mesh: ParallelMesh) -> torch.Tensor:
 def scale_gradients(model: nn.Module, factor: float) -> None:
     """Multiply all gradients in place."""
     if factor != 1.0:
-        torch._foreach_mul_([local_part(p.grad) for p in _with_gradient(model)], factor)
+        torch._foreach_mul_([local_part(p.grad) for p in model.parameters() if p.grad is not None], factor)
 
 
 def clip_factor(norm: float, clip: float) -> float:
@@ -139,7 +138,3 @@ def clip_grad_norm(model: nn.Module, clip: float, mesh: ParallelMesh) -> torch.T
     norm = mesh.sum_over(squared_norm(model, mesh), "world").sqrt()
     scale_gradients(model, clip_factor(float(norm), clip))
     return norm
-
-
-def _with_gradient(model: nn.Module) -> Iterable[nn.Parameter]:
-    return (p for p in model.parameters() if p.grad is not None)

@@ -29,7 +29,7 @@ def bytes_of(ulysses: int, ring: int, *, tokens: int, heads: int, kv_heads: int,
 
 
 def sent(flags: str) -> list[int]:
-    """On a rank: bytes each layer sent in one forward pass."""
+    """On a rank: bytes that the exchange of each layer counted in one forward pass."""
     run = tiny_run(flags.split(), dist.get_world_size())
     mesh = ParallelMesh.build(run.parallel)
     model = build_model(run, mesh)
@@ -50,4 +50,4 @@ def test_bytes(ulysses: int, ring: int, kv_heads: int) -> None:
              f"--num-key-value-heads {kv_heads}")
     expected = 4 * bytes_of(ulysses, ring, tokens=64, heads=8, kv_heads=kv_heads, width=8, element=4)
     for counted in run_ranks(sent, ulysses * ring, flags):
-        assert counted == [expected] * 2
+        assert counted == [2 * expected] * 2       # the two layers share their exchange and its counter

@@ -101,8 +101,40 @@ def _same_reference(case: Case) -> tuple[str, str, str, int]:
     return case.style, case.model, case.masked, case.world
 
 
+PP2, PP4, RING = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4", "--ring-size 2"
+VIRTUAL, FOUR = "--num-virtual-stages-per-pipeline-rank 2", "--num-layers 4"
+
+RINGS = [
+    Case("ring 2", 2, RING),
+    Case("ring 4", 4, "--ring-size 4"),
+    Case("ring 2, ulysses 2, zero 3", 4, f"{RING} {U2} --zero-stage 3"),
+    Case("ring 2, tp 2, megatron sp", 4, f"{RING} {TP2} {SP}"),
+    Case("ring 2, ulysses 2, 2 kv of 6 heads", 4, f"{RING} {U2}", "six_heads", "--num-key-value-heads 2"),
+    Case("ring 2, ulysses 4, dp 1, zero 2, ragged masked", 8, f"{RING} {U4} --zero-stage 2", masked="ragged"),
+]
+
+PIPELINES = [
+    Case("pp 2", 2, PP2),
+    Case("pp 2, tied", 2, PP2, "gpt2"),
+    Case("pp 2, ulysses 2, zero 1, tied", 4, f"{PP2} {U2} --zero-stage 1", "gpt2"),
+    Case("pp 2, tp 2, megatron sp, tied", 4, f"{PP2} {TP2} {SP}", "gpt2"),
+    *[Case(f"pp 2, dp 2, zero {stage}, tied", 4, f"{PP2} --zero-stage {stage}", "gpt2") for stage in (0, 2, 3)],
+    Case("pp 4", 4, PP4, model=FOUR),
+    Case("pp 2, two stages each", 2, f"{PP2} {VIRTUAL}", model=FOUR),
+    Case("pp 2, two stages each, dp 2, zero 1, tied", 4, f"{PP2} {VIRTUAL} --zero-stage 1", "gpt2", FOUR),
+    Case("pp 2, zero-bubble", 2, f"{PP2} --pipeline-schedule zero-bubble", model=FOUR),
+    Case("pp 2, zero-bubble, two stages each, dp 2, zero 2", 4,
+         f"{PP2} {VIRTUAL} --pipeline-schedule zero-bubble --zero-stage 2", model=FOUR),
+    Case("pp 2, zbv", 2, f"{PP2} --pipeline-schedule zbv", model=FOUR),
+    Case("pp 2, zbv, dp 2, zero 1, tied", 4, f"{PP2} --pipeline-schedule zbv --zero-stage 1", "gpt2", FOUR),
+    Case("pp 2, dualpipev", 2, f"{PP2} --pipeline-schedule dualpipev", model=FOUR),
+    Case("pp 2, 5 layers", 2, PP2, model="--num-layers 5"),
+    Case("pp 2, recompute", 2, f"{PP2} --recompute-granularity full"),
+    Case("pp 2, ring 2, ulysses 2, zero 2, ragged masked", 8, f"{PP2} {RING} {U2} --zero-stage 2", masked="ragged"),
+]
+
 #: Those with the same reference stand together, so that it is computed once.
-CASES = sorted(LAYOUTS + STEPS + HEADS + MASKS + KINDS, key=_same_reference)
+CASES = sorted(LAYOUTS + STEPS + HEADS + MASKS + KINDS + RINGS + PIPELINES, key=_same_reference)
 
 
 @lru_cache(maxsize=1)

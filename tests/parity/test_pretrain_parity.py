@@ -32,6 +32,7 @@ BASE = (
     "--log-interval 1 --num-workers 0 --seed 42"
 ).split()
 SIX_HEADS = "--hidden-size 48 --num-attention-heads 6 --num-key-value-heads 6"
+PP2 = "--pipeline-model-parallel-size 2"
 TP2, SP, U2, U4 = "--tensor-model-parallel-size 2", "--sequence-parallel", "--ulysses-size 2", "--ulysses-size 4"
 
 #: name, ranks, flags that change no number, flags that do (the one process gets them too)
@@ -58,6 +59,11 @@ LAYOUTS = [
     ("kv heads 1, ulysses 4", 4, U4, "--num-key-value-heads 1"),
     ("kv heads 1, tp 2", 2, TP2, "--num-key-value-heads 1"),
     ("6 heads, ulysses 4", 4, U4, SIX_HEADS),
+    ("ring 2, ulysses 2", 4, f"--ring-size 2 {U2}", ""),
+    ("pp 2", 2, PP2, ""),
+    ("pp 2, zbv", 2, f"{PP2} --pipeline-schedule zbv", "--num-layers 4"),
+    ("pp 2, ring 2, tp 2", 8, f"{PP2} --ring-size 2 {TP2} {SP}", ""),
+    ("eod mask, pp 2, ulysses 2", 4, f"{PP2} {U2}", "--eod-mask-loss"),
     ("eod mask, ulysses 2", 2, U2, "--eod-mask-loss"),
     ("eod mask, dp 2, zero 2", 2, "--zero-stage 2", "--eod-mask-loss"),
 ]

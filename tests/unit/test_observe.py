@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -111,3 +113,44 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         check_trackers(Logging(tensorboard_dir="tb", wandb_project="p"))
     assert "pip install wandb" in str(raised.value)
     check_trackers(Logging())
+
+
+def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points: dict[tuple[str, int], float] = {}
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    class Writer:
+        def __init__(self, directory: str, **_: object):
+            self.close = lambda: None
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            points[name, step] = value
+
+    class Wandb(ModuleType):
+        def init(self, **settings: object) -> Wandb:
+            assert settings["project"] == "p" and settings["name"] == "n"
+            return self
+
+        def log(self, row: dict[str, float], step: int) -> None:
+            logged.append((step, row))
+
+        def finish(self) -> None:
+            logged.append((-1, {}))
+
+    tensorboard = ModuleType("torch.utils.tensorboard")
+    tensorboard.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setitem(sys.modules, "wandb", Wandb("wandb"))
+    recorder = recorder_in(tmp_path, "--tensorboard-dir tb --log-validation-ppl-to-tensorboard --wandb-project p "
+                                     "--wandb-exp-name n --log-memory-to-tensorboard")
+    recorder.step(replace(STEP, iteration=1), 2)
+    recorder.step(replace(STEP, iteration=2, consumed_samples=16), 2)
+    recorder.evaluation({"valid": 2.0}, 2, 16)
+    recorder.close()
+    assert points["lm loss", 1] == points["lm loss", 2] == points["lm loss vs samples", 16] == 4.123456
+    assert points["lm loss validation", 2] == 2.0 and points["lm loss validation ppl", 2] == pytest.approx(math.exp(2))
+    names = {name for name, _ in points}
+    assert {"learning-rate", "grad-norm", "batch-size", "loss-scale", "peak-memory-bytes"} <= names
+    assert [step for step, _ in logged] == [2, 2, -1]
+    assert logged[0][1]["lm_loss"] == 4.123456 and logged[1][1]["valid_loss"] == 2.0

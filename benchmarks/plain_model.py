@@ -1,0 +1,82 @@
+"""The yardstick of ``step_time.py``: a Llama-type model and a training step as one writes them plainly.
+
+Nothing of megatron_sp is used, nothing is parallel and nothing is tuned: ``nn.Linear``,
+``nn.RMSNorm``, ``F.scaled_dot_product_attention``, ``F.cross_entropy``, fused AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    """(a, b) -> (-b, a) for the two halves of the last dimension."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and SwiGLU."""
+
+    def __init__(self, hidden: int, heads: int, ffn: int):
+        super().__init__()
+        self.heads = heads
+        self.input_norm, self.post_norm = nn.RMSNorm(hidden, eps=1e-5), nn.RMSNorm(hidden, eps=1e-5)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(hidden, ffn, bias=False), nn.Linear(hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """[b, s, h] -> [b, s, h]"""
+        normed = self.input_norm(x)
+        q, k, v = (project(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # -> [b, n, s, d]
+                   for project in (self.q, self.k, self.v))
+        q, k = (y * cos + rotate_half(y) * sin for y in (q, k))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(o.transpose(1, 2).flatten(2))  # [b, n, s, d] -> [b, s, h]
+        normed = self.post_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class PlainModel(nn.Module):
+    """Embedding, layers, norm, logits."""
+
+    def __init__(self, *, layers: int, hidden: int, heads: int, ffn: int, vocab: int, seq_length: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, hidden)
+        self.layers = nn.ModuleList(Layer(hidden, heads, ffn) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.output = nn.Linear(hidden, vocab, bias=False)
+        width = hidden // heads
+        frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
+        angles = torch.arange(seq_length).unsqueeze(1) * frequencies  # [s, d/2]
+        angles = torch.cat((angles, angles), dim=1)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[b, s] -> logits [b, s, v]"""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return self.output(self.norm(x))
+
+
+def make_step(model: PlainModel, tokens: torch.Tensor, labels: torch.Tensor) -> Callable[[], float]:
+    """One training step on a fixed batch: forward, backward, clipping, AdamW; returns the loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> float:
+        logits = model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step

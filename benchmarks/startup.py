@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Time from the launch to the first training iteration, against the least it could be.
+
+Starts, in turn, ``pretrain_gpt.py`` with a tiny model and a bare script that imports torch and
+makes one FSDP step, both under torchrun with the same number of processes, and compares the times
+at which each prints its first iteration. Exit status 1 when the difference is above ``--limit``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BARE = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+cuda = torch.cuda.is_available()
+dist.init_process_group("nccl" if cuda else "gloo")
+device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)
+model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)).to(device)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(2, 32, device=device)).sum().backward()
+optimizer.step()
+if dist.get_rank() == 0:
+    print("iteration 1", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "64",
+        "--position-embedding-type", "rope", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3",
+        "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--eval-iters", "0",
+        "--log-interval", "1", "--ulysses-size", "2", "--zero-stage", "3"]
+
+
+def seconds_to_first_iteration(command: list[str], directory: Path) -> float:
+    """Run ``command`` in ``directory``; seconds until it prints a line that says ``iteration ... 1``.
+
+    Raises:
+        SystemExit: it ended without such a line (its output is shown).
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    started = time.monotonic()
+    first, output = None, []
+    with subprocess.Popen(command, cwd=directory, env=environment, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            words = line.replace("/", " ").split()
+            if first is None and "iteration" in words and words[words.index("iteration") + 1:][:1] == ["1"]:
+                first = time.monotonic() - started
+    if first is None or process.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{''.join(output)}")
+    return first
+
+
+def measure(repeats: int) -> dict[str, list[float]]:
+    """Times of both, taken in turn so that a busy machine slows both."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    times: dict[str, list[float]] = {"bare": [], "pretrain_gpt": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        bare = Path(scratch, "bare.py")
+        bare.write_text(BARE)
+        commands = {"bare": [*launcher, str(bare)], "pretrain_gpt": [*launcher, str(ROOT / "pretrain_gpt.py"), *TINY]}
+        for _ in range(repeats):
+            for name, command in commands.items():
+                times[name].append(seconds_to_first_iteration(command, Path(scratch)))
+                print(f"{name}: {times[name][-1]:.1f} s", flush=True)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=3.0, help="seconds allowed on top (default: %(default)s)")
+    arguments = parser.parse_args()
+    times = measure(arguments.repeats)
+    bare, ours = statistics.median(times["bare"]), statistics.median(times["pretrain_gpt"])
+    print(f"median: bare {bare:.1f} s, pretrain_gpt {ours:.1f} s, difference {ours - bare:.1f} s "
+          f"(limit {arguments.limit:g} s)")
+    sys.exit(ours - bare > arguments.limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Checkpoints: complete or absent, independent of the layout; see docs/checkpoints.md."""

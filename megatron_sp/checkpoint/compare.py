@@ -1,0 +1,82 @@
+"""Whether a checkpoint fits the run that wants to load it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_sp.config.options import flag_names
+from megatron_sp.config.schema import Run
+from megatron_sp.errors import CheckpointError
+
+#: Fields of the model that the weights depend on: another value cannot load.
+MUST_MATCH = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "position_embedding_type", "normalization", "apply_layernorm_1p", "activation", "add_bias_linear",
+    "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "vocab_size", "rotary_interleaved")
+
+#: What may change on the way, but is worth a line.
+MAY_CHANGE = (
+    ("model", "rotary_base"), ("model", "rotary_percent"), ("model", "rotary_seq_len_interpolation_factor"),
+    ("model", "use_rope_scaling"), ("model", "rope_scaling_factor"), ("model", "norm_epsilon"),
+    ("model", "hidden_dropout"), ("model", "attention_dropout"), ("data", "seq_length"), ("data", "split"),
+    ("data", "data_path"), ("train", "global_batch_size"), ("train", "seed"))
+
+
+def check_model(saved: dict[str, Any], run: Run, source: str) -> None:
+    """Compare the model section of a saved configuration with the run's.
+
+    Args:
+        saved: the plain configuration stored in the checkpoint.
+        source: the checkpoint's path, for the message.
+
+    Raises:
+        CheckpointError: naming every flag that differs, with both values.
+    """
+    mine = dataclasses.asdict(run.model)
+    names = [*MUST_MATCH]
+    if run.model.position_embedding_type == "learned_absolute":
+        names.append("max_position_embeddings")
+    theirs = saved["model"]
+    wrong = [_difference(name, mine[name], theirs[name]) for name in names if theirs.get(name, mine[name]) != mine[name]]
+    if wrong:
+        raise CheckpointError(f"{source} holds another model: {'; '.join(wrong)}. Give the checkpoint's values, or "
+                              "another --load")
+
+
+def changed(saved: dict[str, Any], run: Run) -> list[str]:
+    """One line for each setting that differs from the checkpoint's and is allowed to."""
+    lines = []
+    for section, name in MAY_CHANGE:
+        mine = getattr(getattr(run, section), name)
+        theirs = saved[section].get(name, mine)
+        if _plain(mine) != _plain(theirs):
+            effect = "; the order of the data changes with it" if name in ("seed", "split", "data_path") else ""
+            lines.append(f"{flag_name(section, name)} is {_shown(mine)}, "
+                         f"was {_shown(theirs)} in the checkpoint{effect}")
+    return lines
+
+
+def flag_name(section: str, name: str) -> str:
+    """The spelling of a field on the command line."""
+    if name == "activation":
+        return "the activation (--swiglu, --squared-relu ...)"
+    return flag_names()[f"{section}.{name}"]
+
+
+def _difference(name: str, mine: Any, theirs: Any) -> str:
+    flag = flag_name("model", name)
+    if isinstance(mine, bool):      # a switch, which may turn the field off
+        given = flag.startswith("--disable") or flag.startswith("--no-")
+        words = {True: "not given", False: "given"}
+        return f"{flag} is {words[mine == given]} here and {words[theirs == given]} in the checkpoint"
+    return f"{flag} is {_shown(mine)} here and {_shown(theirs)} in the checkpoint"
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    value = _plain(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,57 @@
+"""The factor that keeps fp16 gradients inside the range of the format. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_sp.config.schema import Precision
+
+
+class LossScaler:
+    """A constant factor, or a dynamic one that shrinks on overflow and grows after quiet steps.
+
+    Dynamic: ``hysteresis`` overflows are tolerated before the scale is halved (never below
+    ``minimum``); ``window`` steps without overflow double it and restore the tolerance.
+    """
+
+    def __init__(self, precision: Precision):
+        self.dynamic = precision.fp16 and not precision.loss_scale
+        self.scale = 1.0
+        if precision.fp16:
+            self.scale = precision.loss_scale or precision.initial_loss_scale
+        self.minimum = precision.min_loss_scale
+        self.window = precision.loss_scale_window
+        self.hysteresis = precision.hysteresis
+        self.tolerance = self.hysteresis
+        self.quiet_steps = 0
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether a smaller scale is not to be had."""
+        return not self.dynamic or self.scale <= self.minimum
+
+    def update(self, overflow: bool) -> None:
+        """Account for one step."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.quiet_steps = 0
+            self.tolerance -= 1
+            if self.tolerance <= 0:
+                self.scale = max(self.scale / 2.0, self.minimum)
+            return
+        self.quiet_steps += 1
+        if self.quiet_steps == self.window:
+            self.quiet_steps = 0
+            self.tolerance = self.hysteresis
+            self.scale *= 2.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "tolerance": self.tolerance, "quiet_steps": self.quiet_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a dynamic scale; a static one stays as the command line says."""
+        if self.dynamic and state:
+            self.scale = float(state["scale"])
+            self.tolerance = int(state["tolerance"])
+            self.quiet_steps = int(state["quiet_steps"])

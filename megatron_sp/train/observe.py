@@ -1,0 +1,250 @@
+"""What a run tells about itself: log lines, metrics.jsonl, TensorBoard, Weights & Biases.
+
+Only rank 0 writes. Values arrive as plain numbers, agreed by all ranks, once per step.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sp.config.schema import Run
+from megatron_sp.model.flops import sequence_flops
+from megatron_sp.train.metrics_file import MetricsFile
+from megatron_sp.train.trackers import open_tensorboard, open_wandb
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One training step, as all ranks agreed on it.
+
+    Attributes:
+        iteration, consumed_samples, consumed_tokens: after the step.
+        first_sample: global id of the first sample of the batch.
+        lm_loss: mean loss per valid token, nats.
+        grad_norm: global norm before clipping, without loss scale.
+        learning_rate: the rate this step used.
+        step_time: seconds, data reading included.
+        num_tokens: tokens of the batch (valid or not).
+        skipped: no update, because fp16 overflowed.
+        nan: no update, because loss or gradient norm was not finite.
+        extra: further values for the metrics (params_norm, num_zeros).
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    first_sample: int
+    global_batch_size: int
+    lm_loss: float
+    grad_norm: float
+    learning_rate: float
+    step_time: float
+    num_tokens: int
+    loss_scale: float
+    skipped: bool = False
+    nan: bool = False
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Interval:
+    """Sums over the steps since the last log line."""
+
+    steps: int = 0
+    updates: int = 0
+    loss: float = 0.0
+    seconds: float = 0.0
+    samples: int = 0
+    skipped: int = 0
+    nans: int = 0
+
+    def add(self, step: StepReport) -> None:
+        self.steps += 1
+        self.seconds += step.step_time
+        self.samples += step.global_batch_size
+        self.skipped += step.skipped
+        self.nans += step.nan
+        if not step.skipped and not step.nan:
+            self.updates += 1
+            self.loss += step.lm_loss
+
+
+def log_line(step: StepReport, interval: Interval, last_iteration: int, *, tflops: float | None = None) -> str:
+    """Megatron's log line. Loss and time are means over the interval, the rest is the last step's."""
+    loss = interval.loss / interval.updates if interval.updates else math.nan
+    parts = [f" iteration {step.iteration:8d}/{last_iteration:8d}",
+             f"consumed samples: {step.consumed_samples:12d}",
+             f"elapsed time per iteration (ms): {1000 * interval.seconds / interval.steps:.1f}"]
+    if tflops is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}")
+    parts += [f"learning rate: {step.learning_rate:.6E}", f"global batch size: {step.global_batch_size:5d}",
+              f"lm loss: {loss:.6E}", f"loss scale: {step.loss_scale:.1f}", f"grad norm: {step.grad_norm:.3f}"]
+    parts += [f"{name.replace('_', ' ')}: {value:.3f}" for name, value in step.extra.items()]
+    parts += [f"number of skipped iterations: {interval.skipped:3d}", f"number of nan iterations: {interval.nans:3d}"]
+    return " | ".join(parts) + " |"
+
+
+class Timers:
+    """Time of the named parts of a step (``--timing-log-level``), summed since the last log line.
+
+    At level 0 nothing is measured. Above, the device is waited for at both ends of each part, so that
+    a part's time is its own.
+    """
+
+    def __init__(self, level: int, device: torch.device):
+        self.level, self.device = level, device
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if self.level < 1:
+            yield
+            return
+        self._wait()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def take(self, steps: int) -> dict[str, float]:
+        """Milliseconds per step of each part, and start again."""
+        times = {name: 1000 * seconds / steps for name, seconds in self.seconds.items()}
+        self.seconds = {}
+        return times
+
+
+class Recorder:
+    """Writes what the trainer reports.
+
+    Args:
+        start_iteration: 0 for a fresh run, else where it resumed.
+        is_writer: whether this rank writes (rank 0); the others only keep time.
+    """
+
+    def __init__(self, run: Run, device: torch.device, *, start_iteration: int, is_writer: bool):
+        self.run, self.device, self.is_writer = run, device, is_writer
+        self.interval = Interval()
+        self.timers = Timers(run.logging.timing_log_level, device)
+        self.flops = sequence_flops(run.model, run.data.seq_length).train()
+        self.metrics: MetricsFile | None = None
+        self.tensorboard: Any = None
+        self.wandb: Any = None
+        if is_writer:
+            self.metrics = MetricsFile(run.checkpoint.save or ".", start_iteration)
+            self.tensorboard = open_tensorboard(run.logging, start_iteration)
+            self.wandb = open_wandb(run)
+
+    def say(self, text: str) -> None:
+        """Print a line, on rank 0."""
+        if self.is_writer:
+            print(time.strftime("[%Y-%m-%d %H:%M:%S]") + " " + text, flush=True)
+
+    def step(self, step: StepReport, last_iteration: int) -> None:
+        """Account for a step; log it when the interval is over."""
+        self.interval.add(step)
+        self._to_tensorboard_when_due(step)
+        if step.iteration % self.run.logging.log_interval:
+            return
+        interval, self.interval = self.interval, Interval()
+        times = self.timers.take(interval.steps)
+        if not self.is_writer:
+            return
+        tflops = self.tflops_per_device(interval.samples, interval.seconds)
+        shown = tflops if self.run.logging.log_throughput else None
+        self.say(log_line(step, interval, last_iteration, tflops=shown).lstrip())
+        if times:
+            self.say("times (ms) " + " | ".join(f"{name}: {value:.2f}" for name, value in times.items()))
+        row = self._row(step) | ({"times_ms": times} if times else {})
+        assert self.metrics is not None
+        self.metrics.write(row)
+        if self.wandb is not None:
+            self.wandb.log({key: value for key, value in row.items() if key != "iteration"}, step=step.iteration)
+
+    def _row(self, step: StepReport) -> dict[str, Any]:
+        """A step in full precision."""
+        return {
+            "iteration": step.iteration, "consumed_samples": step.consumed_samples,
+            "consumed_tokens": step.consumed_tokens, "lm_loss": step.lm_loss, "grad_norm": step.grad_norm,
+            "learning_rate": step.learning_rate, "global_batch_size": step.global_batch_size,
+            "step_time_ms": 1000 * step.step_time, "tokens_per_s": step.num_tokens / step.step_time,
+            "tflops_per_device": self.tflops_per_device(step.global_batch_size, step.step_time),
+            "loss_scale": step.loss_scale, "skipped": step.skipped, "nan": step.nan,
+            "peak_memory_bytes": self.peak_memory(), "first_sample": step.first_sample,
+            "last_sample": step.first_sample + step.global_batch_size - 1, **step.extra}
+
+    def _to_tensorboard_when_due(self, step: StepReport) -> None:
+        flags = self.run.logging
+        if self.tensorboard is None or step.iteration % flags.tensorboard_log_interval:
+            return
+        points = {"lm loss": step.lm_loss, "learning-rate": step.learning_rate, "grad-norm": step.grad_norm,
+                  "batch-size": step.global_batch_size, "iteration-time": step.step_time, **step.extra}
+        if flags.log_loss_scale_to_tensorboard:
+            points["loss-scale"] = step.loss_scale
+        if flags.log_memory_to_tensorboard:
+            points["peak-memory-bytes"] = self.peak_memory()
+        if flags.log_throughput:
+            points["throughput"] = self.tflops_per_device(step.global_batch_size, step.step_time)
+        if flags.log_timers_to_tensorboard:
+            points |= {f"{name}-time": seconds for name, seconds in self.timers.seconds.items()}
+        for name, value in points.items():
+            self.tensorboard.add_scalar(name, value, step.iteration)
+            self.tensorboard.add_scalar(f"{name} vs samples", value, step.consumed_samples)
+
+    def evaluation(self, losses: dict[str, float], iteration: int, consumed_samples: int) -> None:
+        """Record mean losses of evaluations, by data set name (``valid``, ``test``)."""
+        row: dict[str, Any] = {"iteration": iteration, "consumed_samples": consumed_samples}
+        for name, loss in losses.items():
+            perplexity = perplexity_of(loss)
+            long_name = {"valid": "validation"}.get(name, name)
+            self.say(f"{long_name} loss at iteration {iteration} | lm loss value: {loss:.6E} | "
+                     f"lm loss PPL: {perplexity:.6E} |")
+            row |= {f"{name}_loss": loss, f"{name}_ppl": perplexity}
+            if self.tensorboard is not None:
+                self.tensorboard.add_scalar(f"lm loss {long_name}", loss, iteration)
+                if self.run.logging.log_validation_ppl_to_tensorboard:
+                    self.tensorboard.add_scalar(f"lm loss {long_name} ppl", perplexity, iteration)
+        if self.metrics is not None:
+            self.metrics.write(row)
+        if self.wandb is not None:
+            self.wandb.log({key: value for key, value in row.items() if key != "iteration"}, step=iteration)
+
+    def progress(self, text: str) -> None:
+        """Append a line to SAVE/progress.txt (``--log-progress``)."""
+        if self.is_writer and self.run.logging.log_progress and self.run.checkpoint.save:
+            with (Path(self.run.checkpoint.save) / "progress.txt").open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.run.parallel.world_size} ranks\t{text}\n")
+
+    def tflops_per_device(self, samples: int, seconds: float) -> float:
+        """Model TFLOP/s of each device: forward and backward, causal half, no recomputation counted."""
+        return samples * self.flops / seconds / self.run.parallel.world_size / 1e12
+
+    def peak_memory(self) -> int:
+        """Most bytes this rank ever used: allocated on the GPU, or resident on the CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def close(self) -> None:
+        for sink in (self.metrics, self.tensorboard):
+            if sink is not None:
+                sink.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def perplexity_of(loss: float) -> float:
+    """exp(loss), at most exp(20): an untrained model's would overflow a plot."""
+    return math.exp(min(loss, 20.0))

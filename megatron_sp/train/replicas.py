@@ -1,0 +1,118 @@
+"""Whether the copies of a weight are equal, bit by bit (``--check-replicas``).
+
+A weight has copies where its DTensor is replicated: over ``replicate`` (ZeRO stage 0, hybrid sharding), over
+``tp`` (norms, biases, key/value heads that tp does not divide), and at both ends of a pipeline when the
+embeddings are tied. Each copy's bits are hashed to one number; a reduction per kind of copy compares them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_sp.errors import TrainingError
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.parallel.pipeline import Stages
+from megatron_sp.train.optimizer import local_part
+
+#: Elements that are hashed at once.
+PIECE = 1 << 20
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number: neighbouring places get unlike factors
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Copies(NamedTuple):
+    """Weights of which every rank of a group has a copy: what they are copied over, and hashes by name."""
+
+    axis: str
+    group: dist.ProcessGroup
+    hashes: dict[str, torch.Tensor]
+
+
+def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """A scalar int64 of all bits of a tensor; a single element that differs always changes it."""
+    bits = tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), PIECE):
+        piece = bits[start:start + PIECE].long()
+        place = torch.arange(start, start + piece.numel(), device=piece.device) * _GOLDEN
+        total += (piece * ((place ^ (place >> 29)) | 1)).sum()  # odd factors, modulo 2^64
+    return total
+
+
+def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int) -> None:
+    """Compare all copies; all ranks call it, and all find the same.
+
+    Raises:
+        TrainingError: naming the first weights that differ and the ranks that hold them.
+    """
+    different = [(copies, names) for copies in _copies(model, mesh) if (names := _different(copies))]
+    if not float(mesh.sum_over(float(len(different)), "world")):
+        return
+    own = {(copies.axis, tuple(dist.get_process_group_ranks(copies.group)), name): int(copies.hashes[name])
+           for copies, names in different for name in names}
+    gathered: list[dict[tuple[str, tuple[int, ...], str], int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    found: dict[tuple[str, tuple[int, ...], str], dict[int, int]] = defaultdict(dict)
+    for rank, part in enumerate(gathered):
+        for key, value in part.items():
+            found[key][rank] = value
+    listed = [f"{name}: {_in_words(hashes)} ({axis})" for (axis, _, name), hashes in found.items()]
+    more = f"; and {len(listed) - 5} more" if len(listed) > 5 else ""
+    raise TrainingError(
+        f"iteration {iteration}: --check-replicas found copies of weights that are not equal. {'; '.join(listed[:5])}"
+        f"{more}. Nothing trained after the last check that passed can be trusted: look for a faulty device or memory, "
+        "then go back to an earlier checkpoint with --ckpt-step")
+
+
+def _copies(model: nn.Module, mesh: ParallelMesh) -> Iterator[Copies]:
+    """The weights of this rank by what they are copied over; the same sequence on all ranks of a group."""
+    hashes: dict[str, torch.Tensor] = {}
+    over: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor):
+            continue
+        names = p.device_mesh.mesh_dim_names or ()
+        for dim, (axis, place) in enumerate(zip(names, p.placements)):
+            if place.is_replicate() and p.device_mesh.size(dim) > 1:
+                if name not in hashes:
+                    hashes[name] = bit_hash(local_part(p))
+                over.setdefault(axis, (p.device_mesh.get_group(dim), []))[1].append(name)
+    said = {"tp": "copies over tensor-parallel ranks", "replicate": "copies over data- and sequence-parallel ranks"}
+    for axis in sorted(over):
+        group, of_axis = over[axis]
+        yield Copies(said.get(axis, axis), group, {name: hashes[name] for name in of_axis})
+    tied = model.tied if isinstance(model, Stages) else None
+    if tied is not None and tied.group is not None:
+        copy = tied.first if tied.first is not None else tied.last
+        if copy is not None:
+            yield Copies("tied copies at both ends of the pipeline", tied.group,
+                         {"embedding.word.weight": bit_hash(local_part(copy))})
+
+
+def _different(copies: Copies) -> list[str]:
+    """Names of the copies that are not equal within the group."""
+    own = torch.stack(list(copies.hashes.values()))
+    extremes = torch.stack([own, ~own])  # the largest is the complement of the complements' smallest
+    dist.all_reduce(extremes, dist.ReduceOp.MIN, group=copies.group)
+    equal = extremes[0] == ~extremes[1]
+    return [name for name, same in zip(copies.hashes, equal.tolist()) if not same]
+
+
+def _in_words(hashes: dict[int, int]) -> str:
+    """Which ranks differ from which: "rank 3 differs from ranks 0, 1, 2"."""
+    by_value: dict[int, list[int]] = defaultdict(list)
+    for rank, value in sorted(hashes.items()):
+        by_value[value].append(rank)
+    usual, *others = sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks))
+    return f"{' and '.join(_ranks(ranks) for ranks in others)} differ from {_ranks(usual)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,154 @@
+"""Learning rate and weight decay as pure functions of the number of samples.
+
+Everything is counted in **samples** (sequences), also when the flags speak of iterations or
+tokens: iterations count as the samples that they read, tokens as 1/``seq-length`` of a
+sample. So the learning rate depends on what was consumed and stays right when the batch size
+changes on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_sp.config.schema import Run
+from megatron_sp.train.batch_size import BatchSize
+
+
+class _HasGroups(Protocol):
+    param_groups: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the schedule flags say, in samples. Saved with every checkpoint and compared on resume.
+
+    ``decay_samples`` is the length of warm-up and decay together; a float because tokens need
+    not be a multiple of the sequence length.
+    """
+
+    style: str
+    peak: float
+    minimum: float
+    warmup_start: float
+    warmup_samples: float
+    decay_samples: float
+    final_style: str
+    final_samples: float
+    weight_decay_style: str
+    weight_decay_start: float
+    weight_decay_end: float
+    weight_decay_samples: float
+
+    @classmethod
+    def of(cls, run: Run) -> Schedule:
+        """Build the schedule of a resolved configuration."""
+        flags = run.schedule
+        horizon = run.train.train_samples or BatchSize.of(run).samples(run.train.train_iters)
+        decay = _samples(flags.lr_decay_tokens, flags.lr_decay_samples, flags.lr_decay_iters, run) or float(horizon)
+        warmup = (flags.lr_warmup_fraction * decay if flags.lr_warmup_fraction else
+                  _samples(flags.lr_warmup_tokens, flags.lr_warmup_samples, flags.lr_warmup_iters, run))
+        constant = run.optimizer.weight_decay
+        start, end = run.optimizer.start_weight_decay, run.optimizer.end_weight_decay
+        return cls(
+            style=flags.lr_decay_style, peak=flags.lr, minimum=flags.min_lr, warmup_start=flags.lr_warmup_init,
+            warmup_samples=warmup, decay_samples=decay, final_style=flags.lr_wsd_decay_style,
+            final_samples=_last_samples(flags.lr_wsd_decay_samples, flags.lr_wsd_decay_iters, flags.lr_decay_iters, run),
+            weight_decay_style=run.optimizer.weight_decay_incr_style,
+            weight_decay_start=start if start >= 0 else constant,
+            weight_decay_end=end if end >= 0 else constant, weight_decay_samples=float(horizon))
+
+    def lr(self, samples: float) -> float:
+        """Learning rate of the step that starts after ``samples`` samples.
+
+        Linear from ``warmup_start`` to the peak, then the decay over what is left of
+        ``decay_samples``, then the minimum for good. The constant style stays at the peak.
+        """
+        if 0 < self.warmup_samples and samples <= self.warmup_samples:
+            return self.warmup_start + (self.peak - self.warmup_start) * samples / self.warmup_samples
+        if self.style == "constant":
+            return self.peak
+        if samples > self.decay_samples:
+            return self.minimum
+        if self.style == "inverse-square-root":
+            rate = self.peak * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(samples, 1))
+            return max(self.minimum, rate)
+        return self.minimum + self._height(samples) * (self.peak - self.minimum)
+
+    def _height(self, samples: float) -> float:
+        """How far above the minimum, as a share of (peak - minimum)."""
+        if self.style == "WSD":
+            start = self.decay_samples - self.final_samples
+            if samples <= start:
+                return 1.0
+            return _final_height(self.final_style, (samples - start) / self.final_samples)
+        length = self.decay_samples - self.warmup_samples
+        ratio = (samples - self.warmup_samples) / length if length else 0.0
+        return 1.0 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+
+    def weight_decay(self, samples: float) -> float:
+        """Weight decay of the step that starts after ``samples`` samples."""
+        if self.weight_decay_style == "constant" or samples > self.weight_decay_samples:
+            return self.weight_decay_end
+        ratio = samples / self.weight_decay_samples
+        if self.weight_decay_style == "cosine":
+            ratio = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
+        return self.weight_decay_start + ratio * (self.weight_decay_end - self.weight_decay_start)
+
+    def apply(self, optimizer: _HasGroups, samples: float) -> float:
+        """Set the rates of the coming step in the optimizer's groups; return the learning rate.
+
+        Groups created with weight decay 0 carry ``decay=False`` and keep it.
+        """
+        lr, weight_decay = self.lr(samples), self.weight_decay(samples)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = weight_decay if group["decay"] else 0.0
+        return lr
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Schedule:
+        return cls(**values)
+
+    def differences(self, other: Schedule) -> list[str]:
+        """Fields in which two schedules differ, leaving out those that have no effect."""
+        unused: set[str] = set()
+        if self.style == "constant":
+            unused |= {"minimum", "decay_samples"}
+        if self.style != "WSD":
+            unused |= {"final_style", "final_samples"}
+        if not self.warmup_samples:
+            unused |= {"warmup_start"}
+        if self.weight_decay_style == "constant":
+            unused |= {"weight_decay_start", "weight_decay_samples"}
+        mine, theirs = self.to_dict(), other.to_dict()
+        return [name for name in mine if name not in unused and mine[name] != theirs[name]]
+
+
+def _samples(tokens: int, samples: int, iterations: int, run: Run) -> float:
+    """The one of the three that is set, in samples (0.0: none)."""
+    if tokens:
+        return tokens / run.data.seq_length
+    return float(samples or BatchSize.of(run).samples(iterations))
+
+
+def _last_samples(samples: int, iterations: int, horizon: int, run: Run) -> float:
+    """The same for what ends with iteration ``horizon``, which the batch sizes of the last iterations decide."""
+    batch = BatchSize.of(run)
+    return float(samples or batch.samples(horizon) - batch.samples(max(horizon - iterations, 0)))
+
+
+def _final_height(style: str, ratio: float) -> float:
+    """The final decay of WSD: 1 at ratio 0, 0 at ratio 1."""
+    if style == "linear":
+        return 1.0 - ratio
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    if style == "minus_sqrt":
+        return 1.0 - math.sqrt(ratio)
+    return 2.0 * 0.5**ratio - 1.0

@@ -1,0 +1,213 @@
+"""From a configuration to a trainer: everything is built here, once, in this order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_sp.checkpoint import compare
+from megatron_sp.checkpoint.files import CONFIG, write_durably
+from megatron_sp.config.resolve import with_vocab
+from megatron_sp.config.schema import Run
+from megatron_sp.config.serialize import to_dict
+from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_sp.errors import CheckpointError
+from megatron_sp.runtime import Environment, start, stop
+from megatron_sp.train.batch_size import BatchSize
+from megatron_sp.train.observe import Recorder
+from megatron_sp.train.schedule import Schedule
+from megatron_sp.train.signals import StopSignals
+from megatron_sp.train.state import TrainState
+
+if TYPE_CHECKING:
+    from megatron_sp.parallel.mesh import ParallelMesh
+    from megatron_sp.train.trainer import Readers, Trainer
+
+
+def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Sequence[str] = (), *,
+             started: float) -> int:
+    """Set up, train, and leave; the exit code.
+
+    Args:
+        notes: what the user should read once.
+        started: ``time.monotonic()`` when the program started.
+
+    Raises:
+        UserError: anything the user can cure, on every rank.
+    """
+    tokenizer = choose_tokenizer(run)
+    run = with_vocab(run, tokenizer.vocab_size)
+    if environment.rank == 0:
+        publish(run, notes)
+    device = start(run.parallel, environment)
+    trainer = build_trainer(run, tokenizer, device, signals, started=started)
+    trainer.fit()
+    trainer.close()
+    stop()
+    return 0
+
+
+def choose_tokenizer(run: Run) -> Tokenizer:
+    """The tokenizer of the flags; made-up data without one is made of the numbers below ``--vocab-size``."""
+    data = run.data
+    named = data.vocab_file or data.merge_file or data.tokenizer_model or data.tokenizer_type != "GPT2BPETokenizer"
+    if data.mock_data and run.model.vocab_size and not named:
+        data = replace(data, tokenizer_type="NullTokenizer")
+    return build_tokenizer(data, run.model.vocab_size)
+
+
+def publish(run: Run, notes: Sequence[str]) -> None:
+    """Print the resolved configuration once and store it with the run."""
+    print("\n".join(notes), end="\n" if notes else "")
+    values = to_dict(run)
+    print("configuration:")
+    for section, fields in values.items():
+        for name, value in fields.items():
+            print(f"  {section + '.' + name:.<52} {value}")
+    if run.checkpoint.save:
+        directory = Path(run.checkpoint.save)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_durably(directory / CONFIG, json.dumps(values, indent=1))
+
+
+def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSignals, *, started: float) -> Trainer:
+    """Build all parts of a run on this rank; the process group exists.
+
+    The checkpoint is read before the datasets are built: how many samples are still to come depends
+    on it.
+
+    Args:
+        run: resolved, with vocabulary sizes.
+        device: this rank's ``torch.device``.
+    """
+
+    from megatron_sp.model.build import build_model
+    from megatron_sp.parallel.mesh import ParallelMesh
+    from megatron_sp.train.forward_backward import build_engine
+    from megatron_sp.train.loss_scale import LossScaler
+    from megatron_sp.train.optimizer import build_optimizer
+    from megatron_sp.train.trainer import Trainer
+
+    mesh = ParallelMesh.build(run.parallel, device)
+    model = build_model(run, mesh)
+    optimizer = build_optimizer(run, model)
+    engine = build_engine(run, model, mesh)
+    scaler, schedule, state = LossScaler(run.precision), Schedule.of(run), TrainState()
+    notes: list[str] = []
+    if run.checkpoint.load:
+        saved = load(run, model, optimizer)
+        notes = resume_notes(run, saved)
+        if saved is not None:
+            state = TrainState.from_dict(saved["train"])
+            scaler.load_state_dict(saved["loss_scaler"])
+            schedule = reconcile(schedule, Schedule.from_dict(saved["schedule"]), run)
+    recorder = Recorder(run, device, start_iteration=state.iteration, is_writer=mesh.global_rank == 0)
+    for note in notes:
+        recorder.say(note)
+    readers = build_readers(run, tokenizer, mesh, state, recorder)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    recorder.say(f"model of {num_parameters:,} parameters (vocabulary padded to {run.model.padded_vocab_size:,}); "
+                 f"{run.parallel.world_size} ranks: {layout_in_words(run)}")
+    recorder.progress(f"started at iteration {state.iteration}, {state.consumed_samples} samples")
+    return Trainer(run, mesh, model, engine, optimizer, schedule, scaler, readers, state, recorder, signals,
+                   started=started)
+
+
+def load(run: Run, model: Any, optimizer: Any) -> dict[str, Any] | None:
+    """Fill model and optimizer from ``--load``; the saved plain state, or None when nothing is there.
+
+    Raises:
+        CheckpointError: nothing there under ``--exit-on-missing-checkpoint`` or ``--ckpt-step``; damaged;
+            another model.
+    """
+    from megatron_sp.checkpoint.store import load_checkpoint
+
+    flags = run.checkpoint
+    saved = load_checkpoint(flags.load, model, None if run.train.skip_train else optimizer, run,
+                            iteration=flags.ckpt_step or None)
+    if saved is None and flags.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--load {flags.load} holds no checkpoint (no tracker file) and "
+                              "--exit-on-missing-checkpoint is given; name a directory that has one")
+    return saved
+
+
+def resume_notes(run: Run, saved: dict[str, Any] | None) -> list[str]:
+    """What the user should know about a resume."""
+    if saved is None:
+        return [f"WARNING: --load {run.checkpoint.load} holds no checkpoint (no tracker file); starting afresh"]
+    return [f"resumed from {run.checkpoint.load} at iteration {saved['iteration']}",
+            *(f"WARNING: {line}" for line in compare.changed(saved["config"], run))]
+
+
+def reconcile(schedule: Schedule, saved: Schedule, run: Run) -> Schedule:
+    """The schedule to use on resume: the command line's and the checkpoint's must agree, or a flag decides.
+
+    Raises:
+        CheckpointError: they differ and no flag says which one counts.
+    """
+    flags = run.schedule
+    if flags.use_checkpoint_opt_param_scheduler:
+        return saved
+    differences = schedule.differences(saved)
+    if not differences or flags.override_opt_param_scheduler:
+        return schedule
+    mine, theirs = schedule.to_dict(), saved.to_dict()
+    listed = "; ".join(f"{name} {mine[name]} here, {theirs[name]} in the checkpoint" for name in differences)
+    raise CheckpointError(
+        f"--load {run.checkpoint.load} was trained with another schedule (in samples): {listed}. Give the same "
+        "schedule flags, --override-opt_param-scheduler to use the command line's, or "
+        "--use-checkpoint-opt_param-scheduler to use the checkpoint's")
+
+
+def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: TrainState,
+                  recorder: Recorder) -> Readers:
+    """Datasets and their readers; evaluation reads the same ``eval-iters`` global batches every time."""
+    from megatron_sp.data.batch import BatchReader
+    from megatron_sp.data.build import build_datasets
+    from megatron_sp.parallel.layout import SequenceLayout
+    from megatron_sp.train.trainer import Readers
+
+    train = run.train
+    for_evaluation = train.eval_iters * BatchSize.of(run).last
+    counts = (samples_to_train(run, state), for_evaluation, for_evaluation)
+    with recorder.timers("datasets"):
+        splits = build_datasets(run.data, tokenizer.eod, counts, train.seed, vocab_size=run.model.vocab_size)
+    recorder.say(f"data:\n{splits.describe()}")
+    layout = SequenceLayout.of(run.parallel, run.data.seq_length)
+
+    def reader(dataset: Any, read_ahead: bool) -> BatchReader | None:
+        if dataset is None:
+            return None
+        return BatchReader(dataset, layout, mesh.rank("sp"), mesh.rank("dp"), mesh.size("dp"), tokenizer.eod,
+                           run.data.eod_mask_loss, read_ahead, vocab_size=run.model.vocab_size)
+
+    return Readers(reader(splits.train, run.data.num_workers > 0), reader(splits.valid, False),
+                   reader(splits.test, False))
+
+
+def samples_to_train(run: Run, state: TrainState) -> int:
+    """Length of the training set: what the flags ask for, and at least what is still to be read.
+
+    The flags alone decide in the usual case, so that the order of the data does not depend on where a
+    run was resumed; more is needed after the global batch size was raised on the way.
+    """
+    train = run.train
+    if train.skip_train:
+        return 0
+    if train.train_samples:
+        return train.train_samples
+    batch, remaining = BatchSize.of(run), max(train.train_iters - state.iteration, 0)
+    return max(batch.samples(train.train_iters),
+               state.consumed_samples + batch.samples(remaining, consumed_samples=state.consumed_samples))
+
+
+def layout_in_words(run: Run) -> str:
+    """The degrees of parallelism that are above 1."""
+    parallel = run.parallel
+    sizes = {"data": parallel.dp, "tensor": parallel.tp, "pipeline": parallel.pp, "ulysses": parallel.ulysses,
+             "ring": parallel.ring}
+    words = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1] or ["no parallelism"]
+    return ", ".join([*words, f"ZeRO stage {parallel.zero_stage}"])

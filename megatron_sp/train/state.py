@@ -1,0 +1,45 @@
+"""The counters of a run: all that resuming needs besides weights and optimizer. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """Where training is.
+
+    Attributes:
+        iteration: steps done, skipped ones included.
+        consumed_samples: sequences read; the next step's samples start here.
+        consumed_tokens: tokens read.
+        scheduler_samples: sequences of steps that changed the weights; the schedule counts these.
+        skipped_iterations, nan_iterations: steps without an update because fp16 overflowed, or because
+            something was not finite.
+        skipped_in_a_row: steps without an update since the last one with.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    scheduler_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    skipped_in_a_row: int = 0
+
+    def advance(self, samples: int, tokens: int, *, updated: bool) -> None:
+        """Count one step."""
+        self.iteration += 1
+        self.consumed_samples += samples
+        self.consumed_tokens += tokens
+        if updated:
+            self.scheduler_samples += samples
+        self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
+
+    def to_dict(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainState:
+        return cls(**{field.name: int(values[field.name]) for field in fields(cls) if field.name in values})

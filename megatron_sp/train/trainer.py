@@ -1,0 +1,269 @@
+"""The training loop: steps, and what happens between them.
+
+All ranks run the same loop and take every decision (skip, stop, save) from one reduction per step,
+so that they always agree.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_sp.config.schema import Run
+from megatron_sp.data.batch import BatchReader
+from megatron_sp.errors import TrainingError
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.train.batch_size import BatchSize
+from megatron_sp.train.diagnose import describe_failure
+from megatron_sp.train.forward_backward import Engine, PipelineEngine
+from megatron_sp.train.loss_scale import LossScaler
+from megatron_sp.train.observe import Recorder, StepReport
+from megatron_sp.train.optimizer import clip_factor, num_zeros, scale_gradients, settle_gradients, squared_norm
+from megatron_sp.train.schedule import Schedule
+from megatron_sp.train.signals import StopSignals
+from megatron_sp.train.state import TrainState
+
+#: Steps in a row without an update after which going on makes no sense.
+MAX_SKIPPED_IN_A_ROW = 30
+
+
+@dataclass
+class Readers:
+    """Where batches come from; None where the run has no such data."""
+
+    train: BatchReader | None
+    valid: BatchReader | None = None
+    test: BatchReader | None = None
+
+
+class Totals(NamedTuple):
+    """The world's sums of one step."""
+
+    loss: float          # mean loss per valid token of the global batch
+    grad_norm: float     # before clipping
+    stop: float          # ranks that were sent a signal
+    out_of_time: float   # ranks whose time is up
+    zeros: float         # zeros in the gradient
+    squared_weights: float
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class Trainer:
+    """Trains a model that is set up (see ``setup.build_trainer``).
+
+    Args:
+        started: ``time.monotonic()`` at the program's start, for ``--exit-duration-in-mins``.
+    """
+
+    def __init__(self, run: Run, mesh: ParallelMesh, model: nn.Module, engine: Engine | PipelineEngine,
+                 optimizer: torch.optim.Optimizer, schedule: Schedule, scaler: LossScaler, readers: Readers,
+                 state: TrainState, recorder: Recorder, signals: StopSignals, *, started: float):
+        self.run, self.mesh, self.model, self.engine, self.optimizer = run, mesh, model, engine, optimizer
+        self.schedule, self.scaler, self.readers, self.state = schedule, scaler, readers, state
+        self.recorder, self.signals, self.started = recorder, signals, started
+        self.batch_size = BatchSize.of(run)
+        self.last_iteration = run.train.train_iters or state.iteration + self.batch_size.iterations(
+            state.consumed_samples, run.train.train_samples)
+        self.saved_iteration = state.iteration
+        self.stop_reason = ""
+
+    # ---------------------------------------------------------------- the loop
+
+    def fit(self) -> None:
+        """Train to the end, or until something asks to stop; evaluate on the way and at the end.
+
+        Raises:
+            TrainingError: loss or gradients are not finite, or no step succeeds any more.
+        """
+        self.stop_reason = self._asked_to_stop()
+        while not self.stop_reason and not self.is_finished():
+            step = self.train_step()
+            self.recorder.step(step, self.last_iteration)
+            self._refuse_endless_skipping()
+            if self.is_finished():
+                break
+            if not self.stop_reason and self._is_due(self.run.train.eval_interval):
+                self.evaluate("valid")
+            if self._is_due(self.run.checkpoint.save_interval):
+                self.save()
+            if not self.stop_reason and self._is_due(self.run.train.exit_interval):
+                self.stop_reason = f"--exit-interval {self.run.train.exit_interval}"
+        self.save()
+        if not self.stop_reason:
+            self.evaluate("valid", "test")
+        if self.stop_reason:
+            self.recorder.say(f"exiting at iteration {self.state.iteration}: {self.stop_reason}")
+
+    def is_finished(self) -> bool:
+        """Whether the iterations, samples or tokens are used up."""
+        train = self.run.train
+        used_up = 0 < train.train_tokens <= self.state.consumed_tokens
+        return train.skip_train or used_up or self.state.iteration >= self.last_iteration
+
+    def _is_due(self, interval: int) -> bool:
+        return interval > 0 and self.state.iteration % interval == 0
+
+    def _asked_to_stop(self) -> str:
+        """Whether any rank was sent a signal before the first step."""
+        asked = self.mesh.sum_over(torch.tensor(float(bool(self.signals))), "world")
+        return f"asked to by {self.signals.received or 'a signal to another rank'}" if asked else ""
+
+    # ---------------------------------------------------------------- one step
+
+    def train_step(self) -> StepReport:
+        """Read a global batch, compute its gradients and update the weights once."""
+        start, state, timers = time.perf_counter(), self.state, self.recorder.timers
+        first_sample, samples = state.consumed_samples, self.batch_size.at(state.consumed_samples)
+        with timers("batch"):
+            assert self.readers.train is not None
+            batches = self.readers.train.read(first_sample, samples, self.run.train.micro_batch_size)
+            local = [batch.to(self.mesh.device) for batch in batches]      # each holds this rank's s/sp tokens
+        with timers("forward-backward"):
+            num_valid = self.mesh.sum_over(sum(batch.num_valid for batch in local), "fsdp")
+            # loss scale and 1/N are one factor; a batch without any valid token has loss 0
+            loss = self.engine.forward_backward(local, num_valid.clamp(min=1) / self.scaler.scale)
+        scale = self.scaler.scale
+        with timers("optimizer"):
+            totals = self._agree(loss, scale)
+            lr = self.schedule.apply(self.optimizer, state.scheduler_samples)
+            if totals.is_finite:
+                scale_gradients(self.model, clip_factor(totals.grad_norm, self.run.optimizer.clip_grad) / scale)
+                self.optimizer.step()
+            else:
+                self._account_for_failure(totals)
+            self.optimizer.zero_grad()
+            self.scaler.update(overflow=not totals.is_finite)
+        tokens = samples * self.run.data.seq_length
+        state.advance(samples, tokens, updated=totals.is_finite)
+        self._note_stop(totals)
+        return StepReport(
+            iteration=state.iteration, consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens, first_sample=first_sample, global_batch_size=samples,
+            lm_loss=totals.loss, grad_norm=totals.grad_norm, learning_rate=lr,
+            step_time=time.perf_counter() - start, num_tokens=tokens, loss_scale=scale,
+            skipped=not totals.is_finite and self.scaler.dynamic,
+            nan=not totals.is_finite and not self.scaler.dynamic, extra=self._extra(totals))
+
+    def _agree(self, loss: torch.Tensor, scale: float) -> Totals:
+        """Sum this step's numbers over the world: the one reduction all decisions come from."""
+        settle_gradients(self.model)
+        flags = self.run.logging
+        minutes = self.run.train.exit_duration_in_mins
+        out_of_time = 0 < minutes * 60 < time.monotonic() - self.started
+        zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        shares = torch.stack([
+            loss.double() / self.mesh.size("tp"),                          # equal on all tp ranks
+            squared_norm(self.model, self.mesh), zero + bool(self.signals), zero + out_of_time,
+            num_zeros(self.model, self.mesh) if flags.log_num_zeros_in_grad else zero,
+            squared_norm(self.model, self.mesh, of_gradients=False) if flags.log_params_norm else zero])
+        loss_sum, squares, stop, late, zeros, weights = self.mesh.sum_over(shares, "world").tolist()
+        return Totals(loss_sum / scale, math.sqrt(squares) / scale, stop, late, zeros, weights)
+
+    def _account_for_failure(self, totals: Totals) -> None:
+        """A step whose loss or gradient norm is not finite changes no weight: overflow, or an error.
+
+        Raises:
+            TrainingError: on all ranks, unless fp16 is searching for a loss scale or the check is off.
+        """
+        if self.scaler.dynamic:
+            self.state.skipped_iterations += 1
+            return
+        self.state.nan_iterations += 1
+        if self.run.train.check_for_nan_in_loss_and_grad:
+            where = describe_failure(self.model, self.engine.microbatch_losses)
+            raise TrainingError(
+                f"iteration {self.state.iteration + 1}: loss {totals.loss:g}, gradient norm {totals.grad_norm:g}. "
+                f"{where}. Weights are as they were before this step. Try a lower --lr, a longer warm-up or "
+                "--clip-grad; --no-check-for-nan-in-loss-and-grad skips such steps instead")
+
+    def _refuse_endless_skipping(self) -> None:
+        if self.state.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW or not self.scaler.at_floor:
+            return
+        self.save()
+        raise TrainingError(
+            f"iteration {self.state.iteration}: the last {self.state.skipped_in_a_row} steps changed nothing, their "
+            f"loss or gradients were not finite at loss scale {self.scaler.scale:g}. Lower --lr, use --bf16 instead of "
+            "--fp16, or go back to an earlier checkpoint with --ckpt-step")
+
+    def _note_stop(self, totals: Totals) -> None:
+        if totals.stop:
+            self.stop_reason = f"asked to by {self.signals.received or 'a signal to another rank'}"
+        elif totals.out_of_time:
+            self.stop_reason = f"--exit-duration-in-mins {self.run.train.exit_duration_in_mins:g} are over"
+
+    def _extra(self, totals: Totals) -> dict[str, float]:
+        extra = {}
+        if self.run.logging.log_num_zeros_in_grad:
+            extra["num_zeros"] = totals.zeros
+        if self.run.logging.log_params_norm:
+            extra["params_norm"] = math.sqrt(totals.squared_weights)
+        return extra
+
+    # ---------------------------------------------------------------- between steps
+
+    def evaluate(self, *names: str) -> None:
+        """Mean loss on ``eval-iters`` global batches of each named set, always the same ones."""
+        losses: dict[str, float] = {}
+        for name in names:
+            reader: BatchReader | None = getattr(self.readers, name)
+            if reader is None or self.stop_reason:
+                continue
+            with self.recorder.timers("evaluation"):
+                loss = self._mean_loss(name, reader)
+            if loss is not None:
+                losses[name] = loss
+        if losses:
+            self.recorder.evaluation(losses, self.state.iteration, self.state.consumed_samples)
+
+    def _mean_loss(self, name: str, reader: BatchReader) -> float | None:
+        """The mean loss per valid token, or None when a signal came in between."""
+        from tqdm import tqdm
+
+        train, device = self.run.train, self.mesh.device
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        hidden = None if self.recorder.is_writer else True       # None: shown on a terminal only
+        for index in tqdm(range(train.eval_iters), desc=f"evaluating ({name})", leave=False, disable=hidden):
+            batches = reader.read(index * train.global_batch_size, train.global_batch_size, train.micro_batch_size)
+            loss_sum, num_valid = self.engine.evaluate([batch.to(device) for batch in batches])
+            # the loss is on all tp ranks of the last stage, the count on all ranks that share a sequence's part
+            tp, pp = self.mesh.size("tp"), self.mesh.size("pp")
+            share = torch.tensor([0.0, num_valid / (tp * pp), bool(self.signals)], dtype=torch.float64, device=device)
+            share[0] = loss_sum / tp
+            totals += self.mesh.sum_over(share, "world")
+            if totals[2] > 0:
+                self.stop_reason = f"asked to by {self.signals.received or 'a signal to another rank'}"
+                return None
+        return float(totals[0] / totals[1].clamp(min=1))
+
+    def save(self) -> None:
+        """Save a checkpoint, unless there is one of this iteration already or no place for it."""
+        directory = self.run.checkpoint.save
+        if not directory or self.saved_iteration == self.state.iteration:
+            return
+        from megatron_sp.checkpoint.store import save_checkpoint
+
+        start = time.perf_counter()
+        plain = {"train": self.state.to_dict(), "seed": self.run.train.seed, "schedule": self.schedule.to_dict(),
+                 "loss_scaler": self.scaler.state_dict()}
+        with self.recorder.timers("save"):
+            path = save_checkpoint(directory, self.state.iteration, self.model, self.optimizer, plain, self.run)
+        self.saved_iteration = self.state.iteration
+        self.recorder.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
+        self.recorder.progress(f"saved iteration {self.state.iteration}, {self.state.consumed_samples} samples")
+
+    def close(self) -> None:
+        """Stop reading ahead and finish the logs; all ranks wait for each other first."""
+        dist.barrier()
+        for reader in (self.readers.train, self.readers.valid, self.readers.test):
+            if reader is not None:
+                reader.close()
+        self.recorder.close()

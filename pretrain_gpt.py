@@ -1,0 +1,27 @@
+"""Pretrain a GPT or Llama-type model: ``torchrun --nproc-per-node N pretrain_gpt.py FLAGS`` or one plain process.
+
+Flags are Megatron's; ``--help`` lists them. Mistakes in them are reported before torch is imported.
+"""
+
+import time
+
+from megatron_sp.config.load import load_run
+from megatron_sp.runtime import launch_environment, run_program
+from megatron_sp.train.signals import StopSignals
+from megatron_sp.train.trackers import check_trackers
+
+
+def main(argv: list[str]) -> int:
+    started = time.monotonic()
+    environment = launch_environment()
+    run, notes = load_run(argv, environment.world_size, devices_per_node=environment.local_world_size)
+    check_trackers(run.logging)
+    signals = StopSignals()   # before anything that takes time
+
+    from megatron_sp.train.setup import pretrain
+
+    return pretrain(run, environment, signals, notes, started=started)
+
+
+if __name__ == "__main__":
+    run_program(main)

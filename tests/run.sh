@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Lint, types and tests, ending in pytest's summary. Makes the environment if it is missing.
+#
+#   bash tests/run.sh                        everything
+#   bash tests/run.sh unit                   one part: unit, distributed, parity or integration
+#   bash tests/run.sh tests/unit/test_x.py -k name    any paths and options of pytest
+#
+# VENV and PYTHON choose the environment (see tools/make_venv.sh). The exit status is 0 when lint,
+# types and tests all pass; the tests run also when lint or types fail.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+export OMP_NUM_THREADS=1
+
+arguments=()
+for word in "$@"; do
+    case $word in
+        all) ;;
+        unit | distributed | parity | integration) arguments+=("tests/$word") ;;
+        -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        *) arguments+=("$word") ;;
+    esac
+done
+
+python=$(bash tools/make_venv.sh requirements-dev.txt)
+failed=0
+echo "== ruff"
+"$python" -m ruff check . || failed=1
+echo "== mypy"
+"$python" -m mypy || failed=1
+echo "== pytest ${arguments[*]-}"
+"$python" -m pytest ${arguments[@]+"${arguments[@]}"} || failed=$?
+exit "$failed"

@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""What is in a preprocessed dataset: documents, tokens, the longest document, unigram entropy.
+
+The unigram entropy (nats per token) is the loss of the best model that knows how often each token
+occurs and nothing else: a trained model must end well below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_sp.data.indexed_dataset import IndexedDataset  # noqa: E402
+from megatron_sp.runtime import run_program  # noqa: E402
+
+
+def statistics(dataset: IndexedDataset) -> dict[str, float | int]:
+    """Counts and entropy of a dataset, as plain numbers."""
+    counts = np.zeros(0, dtype=np.int64)
+    for index in tqdm(range(len(dataset.lengths)), desc="Counting tokens", unit=" documents", leave=False):
+        found = np.bincount(dataset.get(index))
+        if len(found) > len(counts):
+            counts = np.pad(counts, (0, len(found) - len(counts)))
+        counts[:len(found)] += found
+    lengths = np.asarray(dataset.lengths)
+    return {"documents": len(dataset.document_indices) - 1, "tokens": int(lengths.sum(dtype=np.int64)),
+            "longest": int(lengths.max(initial=0)), "distinct_tokens": int((counts > 0).sum()),
+            "unigram_entropy": entropy(counts)}
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Entropy in nats of the distribution with these counts."""
+    shares = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(shares * np.log(shares)).sum()) + 0.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("prefix", help="dataset without .bin and .idx")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    arguments = build_parser().parse_args(argv)
+    found = statistics(IndexedDataset(arguments.prefix))
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        print(f"{arguments.prefix}: {found['documents']} documents, {found['tokens']} tokens, the longest "
+              f"{found['longest']} tokens; unigram entropy {found['unigram_entropy']:.3f} nats per token")
+
+
+if __name__ == "__main__":
+    run_program(main)

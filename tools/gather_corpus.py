@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Gather a corpus of long documents from this interpreter's own standard library.
+
+One document per module, the longest first until ``--max-bytes`` is reached, written in a fixed
+shuffled order as JSON lines ``{"text": ..., "name": ..., "bytes": ...}``. Needs no download.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_sp.errors import DataError  # noqa: E402
+from megatron_sp.runtime import run_program  # noqa: E402
+
+SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages"}
+
+
+def find_modules(root: Path) -> list[Path]:
+    """All Python source files below ``root``, without installed packages, in a stable order."""
+    return sorted(_walk(root))
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for directory, subdirectories, files in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in SKIPPED_DIRECTORIES]
+        yield from (Path(directory, name) for name in files if name.endswith(".py"))
+
+
+def choose(modules: list[Path], max_bytes: int, min_bytes: int) -> list[Path]:
+    """The longest modules of at least ``min_bytes`` that together stay within ``max_bytes``."""
+    chosen, total = [], 0
+    for size, path in sorted(((path.stat().st_size, path) for path in modules), reverse=True):
+        if size < min_bytes:
+            break
+        if total + size <= max_bytes:
+            chosen.append(path)
+            total += size
+    return chosen
+
+
+def write_corpus(output: Path, root: Path, modules: list[Path]) -> tuple[int, int]:
+    """Write one JSON line per module that is valid UTF-8; complete or not at all.
+
+    Returns:
+        Number of documents and their bytes.
+    """
+    # Split boundaries follow the order of the documents: neighbours in a package must not stay together.
+    order = sorted(modules, key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest())
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = output.with_name(output.name + ".part")
+    documents = size = 0
+    with open(aside, "w", encoding="utf-8") as file:
+        for path in tqdm(order, desc="Gathering documents", unit=" documents"):
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue  # the library's own tests of encodings hold files that are broken on purpose
+            length = len(text.encode())
+            file.write(json.dumps({"text": text, "name": str(path.relative_to(root)), "bytes": length}) + "\n")
+            documents, size = documents + 1, size + length
+    if not documents:
+        aside.unlink()
+        raise DataError(f"no Python module of the wanted size below {root}; give another directory with --root or "
+                        "lower --min-bytes")
+    aside.replace(output)
+    return documents, size
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines file to write")
+    parser.add_argument("--root", type=Path, default=Path(sysconfig.get_paths()["stdlib"]),
+                        help="directory to gather from (default: the standard library, %(default)s)")
+    parser.add_argument("--max-bytes", type=int, default=16_000_000, help="size of the corpus (default: %(default)s)")
+    parser.add_argument("--min-bytes", type=int, default=8_000,
+                        help="leave out shorter modules (default: %(default)s)")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    arguments = build_parser().parse_args(argv)
+    if not arguments.root.is_dir():
+        raise DataError(f"--root {arguments.root} is not a directory; give one that holds Python modules")
+    modules = choose(find_modules(arguments.root), arguments.max_bytes, arguments.min_bytes)
+    documents, size = write_corpus(arguments.output, arguments.root, modules)
+    longest = max(path.stat().st_size for path in modules)
+    print(f"{arguments.output}: {documents} documents, {size / 1e6:.1f} MB, the longest about {longest / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""Draw one or several runs from their metrics.jsonl to a PNG, and print a short summary of each.
+
+A run is given by its metrics.jsonl or by the directory that holds it, and may be named:
+``plot_run.py runs/a "long context=runs/b" --output ab.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_sp.errors import DataError  # noqa: E402
+from megatron_sp.runtime import run_program  # noqa: E402
+from megatron_sp.train.metrics_file import NAME, read_metrics  # noqa: E402
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """The records of one run in order of iteration, each iteration once."""
+
+    name: str
+    records: list[dict[str, Any]]
+
+    def series(self, key: str, x: str = "consumed_tokens") -> list[Point]:
+        """(x, value) of the records that hold a finite number under ``key``."""
+        return [(record[x], record[key]) for record in self.records
+                if _is_finite(record.get(key)) and _is_finite(record.get(x))]
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def read_run(argument: str) -> RunMetrics:
+    """Read ``[NAME=]PATH``.
+
+    Raises:
+        DataError: there is no such file, or it holds no metrics.
+    """
+    name, separator, rest = argument.partition("=")
+    path = Path(rest if separator else argument)
+    path = path / NAME if path.is_dir() else path
+    try:
+        rows = read_metrics(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise DataError(f"{path} cannot be read ({reason}); give a run's {NAME} or its directory") from None
+    if not rows:
+        raise DataError(f"{path} holds no metrics: no line is a JSON object with an iteration; give the {NAME} of a "
+                        "run that has logged something")
+    by_iteration: dict[int, dict[str, Any]] = {}
+    for row in rows:  # a training step and an evaluation are two rows of one iteration
+        by_iteration.setdefault(row["iteration"], {}).update(row)
+    records = [by_iteration[iteration] for iteration in sorted(by_iteration)]
+    per_sample = max((row["consumed_tokens"] / row["consumed_samples"] for row in records
+                      if row.get("consumed_tokens") and row.get("consumed_samples")), default=0)
+    for row in records:  # an evaluation between two logged steps does not say how many tokens went before
+        row.setdefault("consumed_tokens", row.get("consumed_samples", 0) * per_sample)
+    return RunMetrics(name if separator else path.parent.name or path.stem, records)
+
+
+def smooth(points: list[Point], window: int) -> list[Point]:
+    """Mean of each point and up to ``window - 1`` points before it, fewer where the loss falls fast."""
+    smoothed: list[Point] = []
+    for index, (x, _) in enumerate(points):
+        near = [value for _, value in points[index + 1 - min(window, 1 + index // 4):index + 1]]
+        smoothed.append((x, sum(near) / len(near)))
+    return smoothed
+
+
+def summary(run: RunMetrics, references: list[tuple[str, float]]) -> list[str]:
+    """A few lines that say how the run went."""
+    loss, valid = run.series("lm_loss"), run.series("valid_loss")
+    speed = sorted(value for _, value in run.series("tokens_per_s"))
+    last = run.records[-1]
+    lines = [f"{run.name}: {last['iteration']} iterations, {last['consumed_tokens']:,.0f} tokens"]
+    if loss:
+        lines.append(f"  training loss    first {loss[0][1]:.3f}   last {loss[-1][1]:.3f}")
+    if valid:
+        lines.append(f"  validation loss  first {valid[0][1]:.3f}   last {valid[-1][1]:.3f}")
+    lines += [f"  {name}  {value:.3f}" for name, value in references]
+    if speed:
+        lines.append(f"  tokens/s         median {speed[len(speed) // 2]:,.0f}")
+    return lines
+
+
+def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", linear: bool = False, window: int = 0,
+         references: list[tuple[str, float]] | None = None, title: str = "") -> None:
+    """Draw loss, learning rate, gradient norm and speed of ``runs`` to the PNG ``output``.
+
+    Args:
+        x: key of the horizontal axis.
+        linear: draw the loss over a linear instead of a logarithmic axis.
+        window: points to smooth the training loss over; 0: a fiftieth of the run.
+        references: named losses to draw as horizontal lines.
+
+    Raises:
+        DataError: matplotlib is missing, or the output cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise DataError("drawing needs matplotlib; install it with: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
+
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
+    (loss, rate), (norm, speed) = axes
+    for index, run in enumerate(runs):
+        _draw_loss(loss, run, f"C{index}", x, window)
+        for axis, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_s")):
+            _line(axis, run.series(key, x), color=f"C{index}", label=run.name)
+    for index, (name, value) in enumerate(references or []):
+        loss.axhline(value, color="black", linestyle=(0, (2, 2 + index)), linewidth=1, label=f"{name} ({value:.2f})")
+    label = x.replace("_", " ")
+    for axis, heading, unit in ((loss, "Loss", "nats per token"), (rate, "Learning rate", ""),
+                                (norm, "Gradient norm (before clipping)", ""), (speed, "Speed", "tokens per second")):
+        axis.set(title=heading, ylabel=unit, xlabel=label)
+        axis.grid(alpha=0.3)
+    if not linear and any(run.series("lm_loss", x) for run in runs):
+        loss.set_xscale("log")  # loss falls with the logarithm of the tokens
+    for axis in axes.flat:
+        axis.xaxis.set_major_formatter(EngFormatter())
+    if any(run.series("grad_norm", x) for run in runs):
+        norm.set_yscale("log")
+    rate.set_ylim(bottom=0)
+    speed.set_ylim(bottom=0)
+    loss.legend()
+    if len(runs) > 1:
+        rate.legend()
+    figure.suptitle(title or ", ".join(run.name for run in runs))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=120, format="png")
+    except OSError as error:
+        raise DataError(f"--output {output} cannot be written ({error.strerror}); give another file") from None
+    finally:
+        plt.close(figure)
+
+
+def _draw_loss(axis: Axes, run: RunMetrics, color: str, x: str, window: int) -> None:
+    points = run.series("lm_loss", x)
+    window = window or max(1, len(points) // 50)
+    if window > 1:
+        _line(axis, points, color=color, alpha=0.25)
+    _line(axis, smooth(points, window), color=color, label=f"{run.name}: training")
+    _line(axis, run.series("valid_loss", x), color=color, linestyle="--", marker="o", markersize=5,
+          markerfacecolor="white", label=f"{run.name}: validation")
+
+
+def _line(axis: Axes, points: list[Point], **style: Any) -> None:
+    if points:
+        axis.plot(*zip(*points), **{"linewidth": 1.5, "marker": "." if len(points) == 1 else "", **style})
+
+
+def _reference(text: str) -> tuple[str, float]:
+    name, separator, value = text.rpartition("=")
+    try:
+        if separator and name:
+            return name, float(value)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is not NAME=LOSS, for example 'unigram entropy=6.5'")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="metrics.jsonl, or the directory that holds it")
+    parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
+    parser.add_argument("--x", default="consumed_tokens", choices=("consumed_tokens", "consumed_samples", "iteration"),
+                        help="horizontal axis (default: %(default)s)")
+    parser.add_argument("--linear", action="store_true", help="linear instead of logarithmic axis below the loss")
+    parser.add_argument("--smooth", type=int, default=0, metavar="N",
+                        help="smooth the training loss over N points (default: a fiftieth of the run)")
+    parser.add_argument("--reference", type=_reference, action="append", default=[], metavar="NAME=LOSS",
+                        help="also draw and print this loss; may be given several times")
+    parser.add_argument("--title", default="", help="title of the picture (default: the names of the runs)")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    arguments = build_parser().parse_args(argv)
+    runs = [read_run(argument) for argument in arguments.runs]
+    draw(runs, arguments.output, x=arguments.x, linear=arguments.linear, window=arguments.smooth,
+         references=arguments.reference, title=arguments.title)
+    for run in runs:
+        print("\n".join(summary(run, arguments.reference)))
+    print(f"picture: {arguments.output}")
+
+
+if __name__ == "__main__":
+    run_program(main)
