@@ -3,7 +3,10 @@
 Flags are Megatron's; ``--help`` lists them. Mistakes in them are reported before torch is imported.
 """
 
+import os
+import sys
 import time
+from typing import NoReturn
 
 from megatron_sp.config.load import load_run
 from megatron_sp.runtime import launch_environment, run_program
@@ -11,7 +14,7 @@ from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.trackers import check_trackers
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> NoReturn:
     started = time.monotonic()
     environment = launch_environment()
     run, notes = load_run(argv, environment.world_size, devices_per_node=environment.local_world_size)
@@ -20,7 +23,12 @@ def main(argv: list[str]) -> int:
 
     from megatron_sp.train.setup import pretrain
 
-    return pretrain(run, environment, signals, notes, started=started)
+    code = pretrain(run, environment, signals, notes, started=started)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is closed. Threads of torch's process groups outlive them, and one that meets the interpreter while it
+    # shuts down aborts the process ("terminate called without an active exception"): leave without a shutdown.
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures here too")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start; 1 thread per process, fp32; {SHAPE}")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start; 1 thread per process, fp32")
+    print(", ".join(f"{name} {value}" for name, value in SHAPE.items()))
     with tempfile.TemporaryDirectory() as scratch:
         found = [show(length, measure(length, arguments.repeats, arguments.zero_stage, Path(scratch)))
                  for length in arguments.seq_lengths]

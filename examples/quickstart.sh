@@ -76,7 +76,7 @@ command=(
     --micro-batch-size 1 --global-batch-size 2 --train-iters "$total"
     --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$tokenizer" --data-path "$data" --split '90,8,2'
-    --eval-interval "$interval" --eval-iters 8 --log-interval 5
+    --eval-interval "$interval" --eval-iters 8 --log-interval 2
     --save "$checkpoints" --save-interval "$total"
 )
 if [ "$done_before" -gt 0 ]; then

@@ -3,6 +3,7 @@
 #
 #   bash tests/run.sh                        everything
 #   bash tests/run.sh unit                   one part: unit, distributed, parity or integration
+#   bash tests/run.sh parity-all             300 random layouts against one process; LAYOUTS=n SEED=n choose others
 #   bash tests/run.sh tests/unit/test_x.py -k name    any paths and options of pytest
 #
 # VENV and PYTHON choose the environment (see tools/make_venv.sh). The exit status is 0 when lint,
@@ -18,7 +19,8 @@ for word in "$@"; do
     case $word in
         all) ;;
         unit | distributed | parity | integration) arguments+=("tests/$word") ;;
-        -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        parity-all) arguments+=(tests/parity/test_matrix.py --long "${LAYOUTS:-300}" --long-seed "${SEED:-1}") ;;
+        -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) arguments+=("$word") ;;
     esac
 done

@@ -27,7 +27,8 @@ def grid(axes: Any, x: float, y: float, colours: Sequence[Sequence[str]], *, tit
     rows, columns = len(colours), len(colours[0])
     for i, row in enumerate(colours):
         for j, colour in enumerate(row):
-            axes.add_patch(Rectangle((x + j * cell, y - (i + 1) * cell), cell, cell, facecolor=colour, edgecolor="white"))
+            axes.add_patch(Rectangle((x + j * cell, y - (i + 1) * cell), cell, cell, facecolor=colour,
+                                     edgecolor="white"))
             if texts:
                 axes.text(x + (j + 0.5) * cell, y - (i + 0.5) * cell, texts[i][j], ha="center", va="center", fontsize=7)
     axes.text(x + columns * cell / 2, y + 0.42, title, ha="center", va="bottom", fontsize=9, fontweight="bold")
@@ -120,14 +121,15 @@ def tensor(axes: Any) -> None:
     right = grid(axes, right + 1.45, 0, by_row(8, 4), title="down, output", across="hidden", down="rows")
     arrow(axes, (right + 0.1, -1.3), (right + 2.0, -1.3), "sum over ranks\n(reduce-scatter*)")
     grid(axes, right + 2.5, 0, [[GREY] * 4 for _ in range(6)], title="y", across="hidden", down="tokens")
-    axes.text(0.5, -3.7, "* with --sequence-parallel: between these two regions each rank keeps 1/tp of the tokens; without "
-              "it, x and y are whole on every rank and the sum is an all-reduce", fontsize=8)
+    axes.text(0.5, -3.7, "* with --sequence-parallel: between these two regions each rank keeps 1/tp of the tokens; "
+              "without it, x and y are whole on every rank and the sum is an all-reduce", fontsize=8)
 
 
 def pipeline(axes: Any) -> None:
     """Layers over ranks, three ways."""
     plain = [0, 0, 1, 1, 2, 2, 3, 3]
-    ways = [("1f1b, zero-bubble", "one stage a rank", plain), ("interleaved", "several stages a rank", [0, 1, 2, 3] * 2),
+    ways = [("1f1b, zero-bubble", "one stage a rank", plain),
+            ("interleaved", "several stages a rank", [0, 1, 2, 3] * 2),
             ("zbv, dualpipev", "a V", [0, 1, 2, 3, 3, 2, 1, 0])]
     x = 0.5
     for title, words, owners in ways:
@@ -137,8 +139,8 @@ def pipeline(axes: Any) -> None:
                 y = -(layer + 1) * 0.42
                 arrow(axes, (right + 0.12, y + 0.2), (right + 0.12, y - 0.2), bend=-0.6)
         x = right + 1.9
-    axes.text(x - 1.2, -1.7, "arrows: hidden states of each\nmicrobatch go to the next stage,\ntheir gradients come back",
-              va="center", fontsize=8)
+    axes.text(x - 1.2, -1.7, "arrows: hidden states of each\nmicrobatch go to the next stage,\n"
+              "their gradients come back", va="center", fontsize=8)
 
 
 def data(axes: Any) -> None:

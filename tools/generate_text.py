@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Continue prompts with a trained model: text from a checkpoint, on one process.
+"""Continue prompts with a trained model: text from a checkpoint.
 
 ``generate_text.py --load DIR --prompt "def " --prompt "class "`` reads the model, its configuration and
-its tokenizer from DIR (any layout it was trained under) and prints each prompt with its continuation.
+its tokenizer from DIR (any layout it was trained under) and prints each prompt with its continuation as it
+comes. ``torchrun --nproc-per-node N tools/generate_text.py ...`` splits the model over N processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,52 +18,12 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp import runtime  # noqa: E402
-from megatron_sp.checkpoint import files  # noqa: E402
-from megatron_sp.config.resolve import resolve, with_vocab  # noqa: E402
-from megatron_sp.config.schema import Memory, Parallel, Precision, Run  # noqa: E402
-from megatron_sp.config.serialize import from_dict  # noqa: E402
-from megatron_sp.errors import CheckpointError, ConfigError  # noqa: E402
+from megatron_sp.config.schema import Run  # noqa: E402
+from megatron_sp.errors import ConfigError  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron_sp.data.tokenizer import Tokenizer
     from megatron_sp.model.gpt import GPT
-
-
-def read_config(directory: Path, iteration: int | None) -> Run:
-    """The run that wrote the checkpoint, laid out for one process.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint.
-    """
-    path = files.find_checkpoint(directory, iteration)
-    if path is None:
-        raise CheckpointError(f"--load {directory} holds no checkpoint ({files.TRACKER} is missing); give the --save "
-                              "directory of a training run")
-    saved = from_dict(files.read_state(path)["config"])
-    run = replace(saved, parallel=Parallel(), model=replace(saved.model, padded_vocab_size=0),
-                  memory=Memory())
-    return with_vocab(resolve(run, world_size=1), saved.model.vocab_size)
-
-
-def for_device(run: Run) -> Run:
-    """In fp32 on a CPU, where it is faster; in the precision of the training on a GPU."""
-    import torch
-
-    return run if torch.cuda.is_available() else replace(run, precision=Precision())
-
-
-def load_model(run: Run, directory: Path, iteration: int | None) -> GPT:
-    """Build the model on this process and fill it."""
-    from megatron_sp.checkpoint.store import load_checkpoint
-    from megatron_sp.model.build import build_model
-    from megatron_sp.model.gpt import GPT
-    from megatron_sp.parallel.mesh import ParallelMesh
-
-    device = runtime.start(run.parallel, runtime.Environment())
-    model = build_model(run, ParallelMesh.build(run.parallel, device))
-    assert isinstance(model, GPT)
-    load_checkpoint(directory, model, None, run, iteration=iteration)
-    return model.eval()
 
 
 def check_lengths(run: Run, prompts: list[list[int]], max_new_tokens: int) -> None:
@@ -77,19 +39,63 @@ def check_lengths(run: Run, prompts: list[list[int]], max_new_tokens: int) -> No
                           f"{limit} learned positions; give at most {max(limit - longest, 0)} or a shorter prompt")
 
 
-def print_continuation(model: GPT, tokenizer: Tokenizer, prompt: str, tokens: list[int], vocab_size: int,
-                       arguments: argparse.Namespace) -> None:
-    """Print the prompt, then its continuation as it comes."""
-    from megatron_sp.model.generate import Sampling, TextStream, generate
+class Texts:
+    """The continuations of a batch: the first is printed as it comes, the others when all have ended."""
+
+    def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], tokens: Sequence[Sequence[int]],
+                 stop_words: Sequence[str], *, is_first: bool, shown: bool):
+        from megatron_sp.model.generate import StopWords, TextStream
+
+        self.streams = [TextStream(tokenizer.decode, ids) for ids in tokens]
+        self.stops = [StopWords(stop_words) for _ in tokens]
+        separator = "-" * 40 + "\n"
+        self.waiting = [("" if is_first and not row else separator) + prompt for row, prompt in enumerate(prompts)]
+        self.shown = shown
+        self._show(0)
+
+    def push(self, new: Sequence[int | None]) -> set[int]:
+        """Take a token of each row; the rows that met a stop word."""
+        stopped = set()
+        for row, token in enumerate(new):
+            if token is not None and not self.stops[row].found:
+                self.waiting[row] += self.stops[row].push(self.streams[row].push(token))
+                if self.stops[row].found:
+                    stopped.add(row)
+        self._show(0)
+        return stopped
+
+    def finish(self) -> None:
+        """Print what is left of all rows."""
+        for row, (stream, stop) in enumerate(zip(self.streams, self.stops)):
+            if not stop.found:
+                self.waiting[row] += stop.push(stream.finish())
+                self.waiting[row] += stop.finish()
+            self.waiting[row] += "\n"
+            self._show(row)
+
+    def _show(self, row: int) -> None:
+        if self.shown:
+            print(self.waiting[row], end="", flush=True)
+        self.waiting[row] = ""
+
+
+def print_continuations(model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], tokens: Sequence[Sequence[int]],
+                        vocab_size: int, arguments: argparse.Namespace, *, is_first: bool, shown: bool) -> None:
+    """Print the prompts of a batch and their continuations."""
+    from megatron_sp.model.generate import Sampling, generate_batch
 
     sampling = Sampling(0.0 if arguments.greedy else arguments.temperature, arguments.top_k, arguments.top_p)
-    stream = TextStream(tokenizer.decode, tokens)
-    print(prompt, end="", flush=True)
-    for token in generate(model, tokens, arguments.max_new_tokens, sampling, vocab_size=vocab_size,
-                          eod=None if arguments.ignore_eod else tokenizer.eod, seed=arguments.seed,
-                          use_cache=not arguments.no_cache):
-        print(stream.push(token), end="", flush=True)
-    print(stream.finish(), flush=True)
+    texts = Texts(tokenizer, prompts, tokens, arguments.stop, is_first=is_first, shown=shown)
+    assert model.output is not None
+    steps = generate_batch(model, tokens, arguments.max_new_tokens, sampling, vocab_size=vocab_size,
+                           eod=None if arguments.ignore_eod else tokenizer.eod, seed=arguments.seed,
+                           use_cache=not arguments.no_cache, region=model.output.region)
+    try:
+        new = next(steps)
+        while True:
+            new = steps.send(texts.push(new))
+    except StopIteration:
+        texts.finish()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -99,6 +105,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ckpt-step", type=int, help="load this iteration instead of the newest")
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; may be given several times")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="stop after this many (default: %(default)s)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                        help="end a continuation before this text; may be given several times")
+    parser.add_argument("--batch-size", type=int, default=8,
+                        help="prompts that are continued together (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0,
                         help="below 1: safer, above 1: bolder, 0: as --greedy (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)")
@@ -115,27 +125,30 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
-    if arguments.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens} must be at least 1")
-    run = read_config(arguments.load, arguments.ckpt_step)
-    moved = {name: value for name in ("tokenizer_model", "vocab_file", "merge_file")
-             if (value := getattr(arguments, name))}
-    run = replace(run, data=replace(run.data, **moved))
+    for flag, value in (("--max-new-tokens", arguments.max_new_tokens), ("--batch-size", arguments.batch_size)):
+        if value < 1:
+            raise ConfigError(f"{flag} {value} must be at least 1")
+    environment = runtime.launch_environment()
 
     from megatron_sp.data.tokenizer import build_tokenizer
     from megatron_sp.model.generate import Sampling
+    from megatron_sp.train.restore import for_device, load_model, read_config
 
+    run = read_config(arguments.load, arguments.ckpt_step, tp=environment.world_size)
+    moved = {name: value for name in ("tokenizer_model", "vocab_file", "merge_file")
+             if (value := getattr(arguments, name))}
+    run = replace(run, data=replace(run.data, **moved))
     Sampling(arguments.temperature, arguments.top_k, arguments.top_p)  # refuses wrong values before the model is read
     tokenizer = build_tokenizer(run.data, run.model.vocab_size)
     prompts = [tokenizer.encode(prompt) for prompt in arguments.prompt]
     if not all(prompts):
         raise ConfigError("a --prompt has no tokens; give it at least one character")
     check_lengths(run, prompts, arguments.max_new_tokens)
-    model = load_model(for_device(run), arguments.load, arguments.ckpt_step)
-    for number, (prompt, tokens) in enumerate(zip(arguments.prompt, prompts)):
-        if number:
-            print("-" * 40)
-        print_continuation(model, tokenizer, prompt, tokens, run.model.vocab_size, arguments)
+    model = load_model(for_device(run), arguments.load, arguments.ckpt_step, environment)
+    for start in range(0, len(prompts), arguments.batch_size):
+        batch = slice(start, start + arguments.batch_size)
+        print_continuations(model, tokenizer, arguments.prompt[batch], prompts[batch], run.model.vocab_size, arguments,
+                            is_first=start == 0, shown=environment.rank == 0)
     runtime.stop()
 
 

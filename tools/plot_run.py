@@ -103,7 +103,7 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", li
     Args:
         x: key of the horizontal axis.
         linear: draw the loss over a linear instead of a logarithmic axis.
-        window: points to smooth the training loss over; 0: a fiftieth of the run.
+        window: points to smooth the training loss over; 0: a 25th of the run.
         references: named losses to draw as horizontal lines.
 
     Raises:
@@ -153,7 +153,7 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", li
 
 def _draw_loss(axis: Axes, run: RunMetrics, color: str, x: str, window: int) -> None:
     points = run.series("lm_loss", x)
-    window = window or max(1, len(points) // 50)
+    window = window or max(1, len(points) // 25)
     if window > 1:
         _line(axis, points, color=color, alpha=0.25)
     _line(axis, smooth(points, window), color=color, label=f"{run.name}: training")
@@ -185,7 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
                         help="horizontal axis (default: %(default)s)")
     parser.add_argument("--linear", action="store_true", help="linear instead of logarithmic axis below the loss")
     parser.add_argument("--smooth", type=int, default=0, metavar="N",
-                        help="smooth the training loss over N points (default: a fiftieth of the run)")
+                        help="smooth the training loss over N points (default: a 25th of the run)")
     parser.add_argument("--reference", type=_reference, action="append", default=[], metavar="NAME=LOSS",
                         help="also draw and print this loss; may be given several times")
     parser.add_argument("--title", default="", help="title of the picture (default: the names of the runs)")

@@ -38,7 +38,8 @@ def check_model(saved: dict[str, Any], run: Run, source: str) -> None:
     if run.model.position_embedding_type == "learned_absolute":
         names.append("max_position_embeddings")
     theirs = saved["model"]
-    wrong = [_difference(name, mine[name], theirs[name]) for name in names if theirs.get(name, mine[name]) != mine[name]]
+    wrong = [_difference(name, mine[name], theirs[name])
+             for name in names if theirs.get(name, mine[name]) != mine[name]]
     if wrong:
         raise CheckpointError(f"{source} holds another model: {'; '.join(wrong)}. Give the checkpoint's values, or "
                               "another --load")

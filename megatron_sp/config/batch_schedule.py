@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from megatron_sp.config.schema import Train
+from megatron_sp.config.values import QUOTES
 
 _ENTRY = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMBT]?):(\d[\d_]*)", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -28,7 +29,7 @@ def parse_batch_schedule(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 
 def _entry(word: str) -> tuple[int, int]:
-    match = _ENTRY.fullmatch(word)
+    match = _ENTRY.fullmatch(word.strip(QUOTES))  # a script may leave one at either end of the list
     if match is None:
         raise ValueError(f"{word!r} is not TOKENS:SIZE, such as 0:768 or 250B:1536")
     tokens = Fraction(match[1].replace("_", "")) * _FACTORS[match[2].upper()]

@@ -33,7 +33,8 @@ def check_problems(run: Run) -> list[str]:
     """Every broken rule of a resolved run, one sentence each; looks at no files."""
     topics: tuple[Callable[[Run], list[str]], ...] = (
         check_required, check_bounds, check_not_yet, check_model, check_parallel, check_pipeline, check_ring,
-        check_memory, check_sequence, check_batch, check_length, check_schedule, check_weight_decay, check_precision, check_data, check_tokenizer, check_checkpoint)
+        check_memory, check_sequence, check_batch, check_length, check_schedule, check_weight_decay, check_precision,
+        check_kernels, check_data, check_tokenizer, check_checkpoint, check_logging)
     return [problem for topic in topics for problem in topic(run)]
 
 
@@ -98,6 +99,35 @@ def check_precision(run: Run) -> list[str]:
     return found
 
 
+def check_logging(run: Run) -> list[str]:
+    """The window of the profiler."""
+    flags = run.logging
+    found = []
+    if flags.profile and flags.profile_step_end <= flags.profile_step_start:
+        found.append(f"--profile-step-end {flags.profile_step_end} must be above --profile-step-start "
+                     f"{flags.profile_step_start}.")
+    wrong = [rank for rank in flags.profile_ranks if rank >= run.parallel.world_size]
+    if flags.profile and wrong:
+        found.append(f"--profile-ranks {' '.join(map(str, flags.profile_ranks))}: there are only ranks 0 to "
+                     f"{run.parallel.world_size - 1}.")
+    return found
+
+
+def check_kernels(run: Run) -> list[str]:
+    """Kernels that cannot do what the run asks for."""
+    model, train = run.model, run.train
+    found = []
+    if train.compile and (model.attention_dropout or model.hidden_dropout):
+        found.append("--compile needs --attention-dropout 0 and --hidden-dropout 0: masks that are keyed by sample "
+                     "cannot be compiled.")
+    if train.attention_backend == "flash" and run.precision.dtype == "float32":
+        found.append("--attention-core flash computes in half precision; add --bf16, or use auto.")
+    if train.attention_backend == "flash" and model.attention_dropout:
+        found.append("--attention-core flash cannot drop attention probabilities; add --attention-dropout 0, or use "
+                     "auto.")
+    return found
+
+
 def check_checkpoint(run: Run) -> list[str]:
     """Saving and loading."""
     checkpoint = run.checkpoint
@@ -137,4 +167,6 @@ def advice(run: Run) -> list[str]:
         notes.append(f"--loss-scale {run.precision.loss_scale:g} has no effect without --fp16.")
     if (run.data.train_data_path or run.data.mock_data) and run.data.split != Data().split:
         notes.append(f"--split {run.data.split} has no effect: it divides the documents of --data-path.")
+    if run.train.manual_gc_interval and not run.train.manual_gc:
+        notes.append(f"--manual-gc-interval {run.train.manual_gc_interval} has no effect without --manual-gc.")
     return notes

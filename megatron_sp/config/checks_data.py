@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+from megatron_sp.config.named_sets import named_sets
 from megatron_sp.config.schema import Run
 
 _NUMBER = r"\s*(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*"
@@ -28,8 +29,17 @@ def check_data(run: Run) -> list[str]:
         found.append("--train-data-path is required with --valid-data-path and --test-data-path.")
     found += _split(data.split)
     for flag, paths in (("--data-path", data.data_path), *per_split.items()):
-        found += data_path_problems(flag, paths)
+        found += _named_problems(flag, paths) if flag == "--valid-data-path" else data_path_problems(flag, paths)
     return found
+
+
+def _named_problems(flag: str, paths: tuple[str, ...]) -> list[str]:
+    try:
+        sets = named_sets(paths)
+    except ValueError as error:
+        return [f"{flag}: {error}."]
+    return [problem for name, words in sets.items()
+            for problem in data_path_problems(f"{flag} {name}=" if name else flag, words)]
 
 
 def _split(split: str) -> list[str]:

@@ -19,6 +19,6 @@ def check_memory(run: Run) -> list[str]:
                      f"{max(1, heads // parallel.ulysses)} or less.")
     if parallel.pipeline_schedule in ("zero-bubble", "zbv", "dualpipev") and parallel.pp > 1:
         used = {"--mlp-tile-size": memory.mlp_tile_size > 0, "--attention-head-groups": groups > 1}
-        found += [f"{flag} recomputes inside backward, which --pipeline-schedule {parallel.pipeline_schedule} splits in "
-                  "two; leave it out, or use another schedule." for flag, is_used in used.items() if is_used]
+        found += [f"{flag} recomputes inside backward, which --pipeline-schedule {parallel.pipeline_schedule} splits "
+                  "in two; leave it out, or use another schedule." for flag, is_used in used.items() if is_used]
     return found

@@ -72,7 +72,7 @@ def _microbatch_rules(run: Run, global_batch_size: int) -> list[str]:
     candidates = [other for other in range(1, 4 * max(number, 2 * pp) + 1) if takes_microbatches(name, other, pp)]
     nearest = sorted(sorted(candidates, key=lambda other: abs(other - number))[:2])
     rule = f"at least {2 * pp} microbatches" if name == "dualpipev" else \
-        f"fewer microbatches than twice the {pp} pipeline ranks, or a number that divides into equal rounds of at least {pp}"
+        f"fewer microbatches than twice the {pp} pipeline ranks, or a number that makes equal rounds of at least {pp}"
     return [f"--global-batch-size {global_batch_size} makes {number} microbatches (--micro-batch-size "
             f"{train.micro_batch_size} x data-parallel size {parallel.dp} each), but --pipeline-schedule {name} needs "
             f"{rule}; the nearest valid values are {either([other * step for other in nearest])}."]

@@ -55,7 +55,8 @@ def check_parallel(run: Run) -> list[str]:
     elif 0 < heads < parallel.ulysses * tp:
         found.append(f"--ulysses-size {parallel.ulysses} x --tensor-model-parallel-size {tp} = "
                      f"{parallel.ulysses * tp} is more than --num-attention-heads {heads}, and every rank needs a "
-                     f"head; the largest --ulysses-size here is {heads // tp}.")
+                     f"head; the largest --ulysses-size here is {heads // tp}, and "
+                     f"--sequence-split {parallel.sp} adds a --ring-size for the rest.")
     if model.ffn_hidden_size % tp:
         found.append(f"--ffn-hidden-size {model.ffn_hidden_size} does not divide over --tensor-model-parallel-size "
                      f"{tp}; choose {either(nearest_multiples(model.ffn_hidden_size, tp))}.")
@@ -125,8 +126,8 @@ def _step_schedule(run: Run, step: int, spelled: str) -> list[str]:
     if train.global_batch_size != steps[-1][1]:
         found.append(f"{flag} and --global-batch-size {train.global_batch_size} exclude each other; keep one.")
     if train.rampup_batch_size:
-        found.append(f"{flag} and --rampup-batch-size {' '.join(map(str, train.rampup_batch_size))} exclude each other; "
-                     "keep one.")
+        ramp = " ".join(map(str, train.rampup_batch_size))
+        found.append(f"{flag} and --rampup-batch-size {ramp} exclude each other; keep one.")
     for size in dict.fromkeys(size for _, size in steps):
         if size < step and train.decrease_batch_size_if_needed:
             found.append(f"{flag}: {size} is below {spelled}; choose {step} or more.")

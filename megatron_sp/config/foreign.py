@@ -136,10 +136,10 @@ def _preset(claims: Claims) -> None:
     if name not in PRESETS:
         claims.problems.append(f"--model-preset {name} is unknown; choose one of {', '.join(PRESETS)}.")
         return
-    filled = {field: value for field, value in PRESETS[name].items() if not claims.values.get(f"model.{field}")}
-    for field, value in filled.items():
-        claims.claim(f"model.{field}", value, "--model-preset")
-    said = ", ".join(f"{field} {value}" for field, value in filled.items())
+    filled = {key: value for key, value in PRESETS[name].items() if not claims.values.get(f"model.{key}")}
+    for key, value in filled.items():
+        claims.claim(f"model.{key}", value, "--model-preset")
+    said = ", ".join(f"{key} {value}" for key, value in filled.items())
     claims.notes.append(f"--model-preset {name} stands for: {said}.")
 
 

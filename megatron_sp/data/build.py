@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_sp.config.named_sets import named_sets
 from megatron_sp.config.schema import Data
 from megatron_sp.data.blend import SURPLUS, Blend, BlendedDataset, cached_order, member_sizes, parse_data_path
 from megatron_sp.data.gpt_dataset import Dataset, GPTDataset, check_window
@@ -28,10 +29,13 @@ class Splits:
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
+    #: Validation sets by name, where ``--valid-data-path`` names them; then ``valid`` is None.
+    named_valid: dict[str, Dataset] = field(default_factory=dict)
 
     def describe(self) -> str:
         """All datasets in plain words, one or more lines."""
-        return "\n".join(dataset.describe() for dataset in (self.train, self.valid, self.test) if dataset is not None)
+        datasets = (self.train, self.valid, *self.named_valid.values(), self.test)
+        return "\n".join(dataset.describe() for dataset in datasets if dataset is not None)
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -83,6 +87,7 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
     wanted = dict(zip(SPLITS, num_samples, strict=True))
     own_paths = dict(train=data.train_data_path, valid=data.valid_data_path, test=data.test_data_path)
     datasets: dict[str, Dataset | None]
+    named_valid: dict[str, Dataset] = {}
     if data.mock_data:
         datasets = {name: MockDataset(vocab_size, data.seq_length, count or 0, seed + place, name) if count else None
                     for place, (name, count) in enumerate(wanted.items())}
@@ -100,13 +105,18 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
             if name == "train" and count != 0 and not own_paths[name]:
                 raise DataError(f"{flag} is missing; beside --valid-data-path or --test-data-path training needs "
                                 "its own.")
+            if name == "valid" and "" not in named_sets(own_paths[name]):
+                datasets[name] = None
+                named_valid = {own: builder.build(parse_data_path(words, flag), f"valid/{own}", count)
+                               for own, words in named_sets(own_paths[name]).items() if count != 0}
+                continue
             use = count != 0 and own_paths[name]
             datasets[name] = builder.build(parse_data_path(own_paths[name], flag), name, count) if use else None
     else:
         raise DataError("There is no data; give --data-path, --train-data-path or --mock-data.")
     if data.dataloader_type == "cyclic" and datasets["train"] is not None:
         datasets["train"] = CyclicDataset(datasets["train"], seed)
-    return Splits(**datasets)
+    return Splits(**datasets, named_valid=named_valid)
 
 
 class _Builder:

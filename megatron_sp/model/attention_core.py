@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron_sp.errors import ConfigError
+from megatron_sp.model.kernels import flash_attention
 from megatron_sp.parallel.random import Dropout
 from megatron_sp.parallel.recompute import recompute
 
+CPU = torch.device("cpu")
 QUERY_BLOCK = 512  # queries per block where a core must form probabilities
 
 
@@ -76,16 +78,18 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_que
     keys, groups = k.shape[1], k.shape[2]
     grouped = q.unflatten(2, (groups, heads // groups))
     scores = torch.einsum("bqgrd,bkgd->bgrqk", grouped, k)  # [b, t, n, d] -> [b, g, n/g, t, s']
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(width)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).div_(math.sqrt(width))
     if causal:
         position = torch.arange(first_query, first_query + queries, device=q.device).unsqueeze(1)
-        scores = scores.masked_fill(torch.arange(keys, device=q.device) > position, -torch.inf)
+        scores = scores.masked_fill_(torch.arange(keys, device=q.device) > position, -torch.inf)
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse.unsqueeze(-1)).exp()
     if dropout is not None:
         keep = dropout.keep(first_query, queries, keys, heads, q.device).view_as(probabilities)
-        probabilities = probabilities * keep / (1.0 - dropout.dropout.probability)
+        probabilities = probabilities * keep
     o = torch.einsum("bgrqk,bkgd->bqgrd", probabilities.to(v.dtype), v)  # -> [b, t, g, n/g, d]
+    if dropout is not None:
+        o = o / (1.0 - dropout.dropout.probability)
     return o.flatten(2, 3), lse.flatten(1, 2)
 
 
@@ -137,17 +141,32 @@ class SDPACore:
         return o.transpose(1, 2)  # [b, n, s, d] -> [b, s, n, d]
 
 
-CORES: dict[str, type[UnfusedCore] | type[SDPACore]] = {"auto": SDPACore, "sdpa": SDPACore, "unfused": UnfusedCore}
+class FlashCore:
+    """Flash attention as found on this machine, for half precision on a GPU; ``description`` says which."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, device: torch.device):
+        self.description, self.function = flash_attention(device)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+                 dropout: AttentionDropout | None = None) -> torch.Tensor:
+        assert dropout is None, "refused at start: flash attention cannot replay a keyed mask"
+        return self.function(q, k, v, causal)
 
 
-def build_core(name: str, *, dropout: bool) -> UnfusedCore | SDPACore:
+def build_core(name: str, *, dropout: bool, device: torch.device = CPU) -> AttentionCore:
     """The core of this name.
 
     Raises:
-        ConfigError: it lacks a capability that the run needs.
+        ConfigError: it lacks a capability that the run needs, or a GPU.
     """
-    core = CORES[name]()
+    core: AttentionCore
+    if name == "flash":
+        core = FlashCore(device)
+    else:
+        core = UnfusedCore() if name == "unfused" else SDPACore()
     if dropout and not core.capabilities.dropout:
-        raise ConfigError(f"--attention-backend {name} cannot drop attention probabilities; "
+        raise ConfigError(f"--attention-core {name} cannot drop attention probabilities; "
                           "pass --attention-dropout 0 or another backend")
     return core

@@ -72,8 +72,68 @@ class FlashKernel:
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
+class GPUFlashKernel:
+    """torch's flash attention on a GPU with its log-sum-exp; what it does not take goes the plain way."""
+
+    def __init__(self) -> None:
+        self.plain = PlainKernel()
+
+    def takes(self, q: torch.Tensor) -> bool:
+        """Whether this is for the flash kernel: half precision, head width a multiple of 8 up to 256."""
+        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``ring.BlockKernel``."""
+        if not self.takes(q):
+            return self.plain.forward(q, k, v, causal)
+        spread = q.shape[2] // k.shape[2]
+        k, v = (x.repeat_interleave(spread, 2) if spread > 1 else x for x in (k, v))
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal)
+        return o.transpose(1, 2), lse
+
+    def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+                 lse: torch.Tensor, causal: bool) -> Triple:
+        """See ``ring.BlockKernel``."""
+        if not self.takes(q):
+            return self.plain.backward(grad, q, k, v, o, lse, causal)
+        spread = q.shape[2] // k.shape[2]
+        wide_k, wide_v = (x.repeat_interleave(spread, 2) if spread > 1 else x for x in (k, v))
+        unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # the random state of a dropout of 0
+        dq, dk, dv = (x.transpose(1, 2) for x in torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(x.transpose(1, 2) for x in (grad, q, wide_k, wide_v, o)), lse.contiguous(), None, None, q.shape[1],
+            k.shape[1], 0.0, causal, unused, unused))
+        if spread > 1:  # the copies' gradients summed
+            dk, dv = (x.unflatten(2, (-1, spread)).sum(3, dtype=torch.float32) for x in (dk, dv))
+        return dq, dk, dv
+
+
+def agrees_with_plain(kernel: BlockKernel, device: torch.device) -> bool:
+    """Whether a kernel made of private operators does here what it should, on a tiny example.
+
+    An operator whose signature or meaning changed in another torch is thus found before it can harm.
+    """
+    plain, generator = PlainKernel(), torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 32, heads, 16, generator=generator).to(device, torch.bfloat16)
+                     for heads in (4, 2, 2, 4))
+    try:
+        results = []
+        for causal in (True, False):
+            o, lse = plain.forward(q, k, v, causal)
+            want = (o, lse, *plain.backward(grad, q, k, v, o, lse, causal))
+            got = (*kernel.forward(q, k, v, causal), *kernel.backward(grad, q, k, v, o, lse, causal))
+            results += [torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05) for x, y in zip(got, want)]
+        return all(results)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
 def block_kernel(device: torch.device) -> BlockKernel:
     """The fastest kernel this torch has for a device."""
+    if device.type == "cuda" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward"):
+        kernel = GPUFlashKernel()
+        return kernel if agrees_with_plain(kernel, device) else PlainKernel()
     names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
     if device.type == "cpu" and all(hasattr(torch.ops.aten, name) for name in names):
         return FlashKernel()

@@ -10,11 +10,12 @@ from torch import nn
 from megatron_sp.config.schema import Run
 from megatron_sp.config.stages import stage_layers
 from megatron_sp.model.attention import AttentionPlan
-from megatron_sp.model.attention_core import build_core
+from megatron_sp.model.attention_core import FlashCore, build_core
 from megatron_sp.model.attention_kernels import block_kernel
 from megatron_sp.model.block import Block
 from megatron_sp.model.gpt import GPT, Embedding
 from megatron_sp.model.init import initialise
+from megatron_sp.model.kernels import norm_kernels
 from megatron_sp.model.norm import Norm
 from megatron_sp.parallel.heads import HeadSplit
 from megatron_sp.parallel.mesh import ParallelMesh
@@ -42,7 +43,7 @@ def plan_head_groups(run: Run, mesh: ParallelMesh, plan: AttentionPlan) -> list[
 def plan_heads(run: Run, mesh: ParallelMesh, heads: HeadSplit) -> AttentionPlan:
     """A core wrapped for these heads."""
     model = run.model
-    core = build_core(run.train.attention_backend, dropout=model.attention_dropout > 0)
+    core = build_core(run.train.attention_backend, dropout=model.attention_dropout > 0, device=mesh.device)
     kernel = block_kernel(mesh.device)
     return AttentionPlan(heads, parallel_attention(core, kernel, heads, mesh), first_query_head(heads, mesh))
 
@@ -111,6 +112,7 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
         module.to_empty(device=mesh.device)
         initialise(module, name, run.model, run.train.seed, region)
 
+    use_kernels(model, run, mesh.device)
     for name, block in model.layers.items():
         materialise(block, f"layers.{name}")
         sharding.wrap(block)
@@ -126,6 +128,32 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
             sharding.wrap([model.final_norm, model.output], keep=True)
     sharding.wrap(model, keep=True)
     return model
+
+
+def use_kernels(model: GPT, run: Run, device: torch.device) -> None:
+    """Other packages' norms for ``--fused-kernels``; layers compiled for ``--compile``.
+
+    Only a layer's arithmetic is compiled: recomputation and FSDP's hooks stay around it.
+    """
+    kernels = norm_kernels(run.train.fused_kernels, device)
+    for module in model.modules():
+        if isinstance(module, Norm):
+            module.kernels = kernels
+        if run.train.compile and isinstance(module, Block):
+            module.compute = torch.compile(module.compute)  # type: ignore[method-assign]
+
+
+def kernels_in_words(run: Run, device: torch.device) -> str:
+    """One line on what a run computes with."""
+    core = build_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device)
+    what = core.description if isinstance(core, FlashCore) else type(core).__name__.removesuffix("Core")
+    words = {"SDPA": "torch's scaled_dot_product_attention", "Unfused": "unfused"}.get(what, what)
+    if run.model.attention_dropout > 0 and what == "SDPA":
+        words = "unfused in query blocks (because of --attention-dropout)"
+    norms = norm_kernels(run.train.fused_kernels, device).name
+    return (f"kernels: attention {words}; norms {norms}; optimizer torch"
+            f"{' (fused)' if run.optimizer.optimizer != 'sgd' else ''}; "
+            f"layers {'compiled' if run.train.compile else 'not compiled'}")
 
 
 def build_model(run: Run, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> GPT | Stages:

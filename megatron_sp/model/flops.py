@@ -38,6 +38,15 @@ class SequenceFlops:
         forward = self.linear + attention
         return 3 * forward + ((forward - self.output) if recompute else 0)
 
+    def hardware(self, recomputed: tuple[float, float]) -> float:
+        """FLOPs of forward, backward and what is computed again (causal half).
+
+        Args:
+            recomputed: shares of the layers' products with weights, and of attention, whose forward is repeated.
+        """
+        layers, attention = recomputed
+        return self.train() + layers * (self.linear - self.output) + attention * self.attention / 2
+
 
 def sequence_flops(model: Model, seq_length: int) -> SequenceFlops:
     """Count one sequence of ``seq_length`` tokens.

@@ -1,18 +1,21 @@
-"""Sampling text from a model, token by token, on one process.
+"""Sampling text from a model, token by token: one process, or the ranks of a tensor-parallel group.
 
-:func:`generate` yields tokens; :class:`TextStream` turns them into text as whole characters.
+:func:`generate_batch` yields tokens; :class:`TextStream` turns them into text as whole characters, and
+:class:`StopWords` ends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_sp.errors import ConfigError
 from megatron_sp.model.cache import KeyValueCache
+from megatron_sp.parallel.tensor import TensorRegion
 
 
 @dataclass(frozen=True)
@@ -70,49 +73,85 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return torch.zeros_like(shares).scatter_(0, order, shares)
 
 
+def gather_vocabulary(logits: Tensor, region: TensorRegion | None) -> Tensor:
+    """[b, v/tp] -> [b, v], the same on every rank of the region."""
+    if region is None or region.size == 1:
+        return logits
+    parts = [torch.empty_like(logits) for _ in range(region.size)]
+    dist.all_gather(parts, logits.contiguous(), group=region.group)
+    return torch.cat(parts, dim=-1)
+
+
 def generate(model: nn.Module, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, *, vocab_size: int,
              eod: int | None = None, seed: int = 1234, use_cache: bool = True) -> Iterator[int]:
-    """Continue ``prompt``.
+    """Continue one prompt: the new token ids, one at a time; see ``generate_batch``."""
+    for (token,) in generate_batch(model, [prompt], max_new_tokens, sampling, vocab_size=vocab_size, eod=eod, seed=seed,
+                                   use_cache=use_cache):
+        if token is not None:
+            yield token
+
+
+def generate_batch(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, *,
+                   vocab_size: int, eod: int | None = None, seed: int = 1234, use_cache: bool = True,
+                   region: TensorRegion | None = None) -> Generator[list[int | None], Collection[int] | None, None]:
+    """Continue several prompts in lockstep.
+
+    All rows are at the same position at all times, so nothing is padded or masked: together they read as
+    much as the shortest prompt has; then each step gives a row the next token of its prompt, or draws one.
 
     Args:
-        model: a ``GPT`` in evaluation mode, whole on this process.
-        prompt: token ids, at least one.
-        max_new_tokens: stop after this many.
+        model: a ``GPT`` in evaluation mode, whole on this process or split over ``region``.
+        prompts: token ids, at least one each.
+        max_new_tokens: end a row after this many.
         vocab_size: tokens from here on are padding and never drawn.
-        eod: stop before this token; None: never.
-        seed: of the draws; the same seed and prompt give the same tokens.
+        eod: end a row before this token; None: never.
+        seed: of the draws, of which each row has its own: a row does not depend on the others.
         use_cache: keep keys and values; without it every token reads the whole text again.
+        region: the tp ranks that the vocabulary is split over; all of them call this and draw the same.
 
     Yields:
-        New token ids, one at a time.
+        A new token of each row, or None for a row that has ended or still reads its prompt. ``send`` row
+        numbers to end these rows.
 
     Raises:
-        ConfigError: the prompt is empty.
+        ConfigError: a prompt is empty.
     """
-    if not prompt:
+    if not all(prompts):
         raise ConfigError("the prompt has no tokens; give --prompt at least one character")
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
+    generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     cache = KeyValueCache() if use_cache else None
-    tokens, seen = list(prompt), 0
-    for _ in range(max_new_tokens):
-        logits = _next_logits(model, tokens, seen, cache, device)
-        seen = len(tokens) if use_cache else 0
-        weights = probabilities(logits[:vocab_size].cpu(), sampling)
-        token = int(torch.multinomial(weights, 1, generator=generator))
-        if token == eod:
-            return
-        tokens.append(token)
-        yield token
+    rows, length, seen = [list(prompt) for prompt in prompts], min(map(len, prompts)), 0
+    left = [max_new_tokens] * len(rows)
+    while any(left):
+        logits = gather_vocabulary(_next_logits(model, [row[:length] for row in rows], seen, cache, device), region)
+        seen = length if use_cache else 0
+        new: list[int | None] = [None] * len(rows)
+        for number, row in enumerate(rows):
+            if len(row) > length:  # still in the prompt
+                continue
+            token = 0  # a row that has ended reads on, unheeded
+            if left[number]:
+                weights = probabilities(logits[number, :vocab_size].cpu(), sampling)
+                token = int(torch.multinomial(weights, 1, generator=generators[number]))
+                left[number] -= 1
+                if token == eod:
+                    left[number] = 0
+                else:
+                    new[number] = token
+            row.append(token)
+        length += 1
+        for number in (yield new) or ():
+            left[number] = 0
 
 
 @torch.no_grad()
-def _next_logits(model: nn.Module, tokens: list[int], seen: int, cache: KeyValueCache | None,
+def _next_logits(model: nn.Module, rows: list[list[int]], seen: int, cache: KeyValueCache | None,
                  device: torch.device) -> Tensor:
-    """Logits [v] of the token after ``tokens``, of which the cache holds the first ``seen``."""
-    ids = torch.tensor([tokens[seen:]], device=device)
-    positions = torch.arange(seen, len(tokens), device=device)[None]
-    return model(ids, positions, torch.zeros(1, dtype=torch.int64), cache=cache)[0, -1]
+    """Logits [b, v/tp] of the tokens after these rows of equal length, of which the cache holds the first ``seen``."""
+    ids = torch.tensor([row[seen:] for row in rows], device=device)
+    positions = torch.arange(seen, len(rows[0]), device=device).expand(len(rows), -1)
+    return model(ids, positions, torch.zeros(len(rows), dtype=torch.int64), cache=cache)[:, -1]
 
 
 class TextStream:
@@ -150,3 +189,35 @@ class TextStream:
     def _give(self, text: str) -> str:
         self._context, self._pending = (self._pending or self._context)[-8:], []
         return text
+
+
+class StopWords:
+    """Ends a text before the first of some words, which need not fall together with tokens.
+
+    Text that may be the beginning of such a word is held back until it is known not to be.
+    """
+
+    def __init__(self, words: Sequence[str]):
+        self.words = [word for word in words if word]
+        self.found = False
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """What can be given out now."""
+        if self.found:
+            return ""
+        held = self._held + text
+        places = [(place + len(word), place) for word in self.words if (place := held.find(word)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return held[:min(places)[1]]  # the word that ends first, however the text was cut into pieces
+        longest = max(map(len, self.words), default=1) - 1
+        keep = next((size for size in range(min(longest, len(held)), 0, -1)
+                     if any(word.startswith(held[-size:]) for word in self.words)), 0)
+        self._held = held[len(held) - keep:]
+        return held[:len(held) - keep]
+
+    def finish(self) -> str:
+        """What was held back, when the text ends by itself."""
+        held, self._held = self._held, ""
+        return held

@@ -82,13 +82,14 @@ class _LinearLossSum(torch.autograd.Function):
                 dw.addmm_(gradient.t(), x_tile)
             elif dw is not None:
                 dw += gradient.t() @ x_tile
-        ctx.gradients, ctx.scaled_by = (dx, dw), None  # not saved tensors: backward writes into them
-        ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype)
+            del gradient  # before the next tile's logits exist
+        ctx.save_for_backward(dx, dw)  # and no attributes, which would live until the loss does
+        ctx.shape, ctx.dtypes, ctx.scaled_by = x.shape, (x.dtype, weight.dtype), None
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        dx, dw = ctx.gradients
+        dx, dw = (None if y is None else y.data for y in ctx.saved_tensors)  # data: backward writes into them
         x_dtype, weight_dtype = ctx.dtypes
         # In place: a copy would be as large as the embedding. Schedules that split backward in two come here twice
         # with the same gradient, once for each of the results; the second time there is nothing left to scale.

@@ -67,12 +67,13 @@ class _VocabParallelLossSum(torch.autograd.Function):
         weight = (valid * grad).to(lse.dtype)
         one_hot = (mine * weight).neg()
         for piece, out, shift, factor, column, minus in _pieces(flat, d_logits, lse, weight, local, one_hot):
-            p = out[:, :ctx.real] if out.dtype == shift.dtype else torch.empty_like(piece[:, :ctx.real], dtype=shift.dtype)
-            torch.sub(piece[:, :ctx.real], shift.unsqueeze(-1), out=p).exp_().mul_(factor.unsqueeze(-1))
+            piece, out = piece[:, :ctx.real], out[:, :ctx.real]
+            p = out if out.dtype == shift.dtype else torch.empty_like(piece, dtype=shift.dtype)
+            torch.sub(piece, shift.unsqueeze(-1), out=p).exp_().mul_(factor.unsqueeze(-1))
             if ctx.real:
                 p.scatter_add_(-1, column.clamp(max=ctx.real - 1).unsqueeze(-1), minus.unsqueeze(-1))
-            if out.dtype != shift.dtype:
-                out[:, :ctx.real] = p
+            if p is not out:
+                out.copy_(p)
         return d_logits.view(ctx.shape), None, None, None
 
 

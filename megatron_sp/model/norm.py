@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from megatron_sp.config.schema import Model
+from megatron_sp.model.kernels import NormKernels
 from megatron_sp.parallel.tensor import TensorRegion, local_weight
-
 
 #: Rows normalised at a time on a CPU, so that they stay in its cache from first to last use.
 CPU_ROWS = 256
@@ -66,6 +66,7 @@ class Norm(nn.Module):
         self.width, self.epsilon = width, model.norm_epsilon
         self.around_one = model.apply_layernorm_1p
         self.partial_grad = partial_grad and region.size > 1
+        self.kernels = NormKernels()
         self.weight = region.parameter((width,), Replicate(), dtype)
         self.bias = region.parameter((width,), Replicate(), dtype) if model.normalization == "LayerNorm" else None
 
@@ -75,6 +76,8 @@ class Norm(nn.Module):
         if self.around_one:
             weight = weight + 1
         if self.bias is None:
-            return rms_norm(x, weight, self.epsilon)
+            return (self.kernels.rms_norm or rms_norm)(x, weight, self.epsilon)
         bias = local_weight(self.bias, partial_grad=self.partial_grad)
+        if self.kernels.layer_norm is not None:
+            return self.kernels.layer_norm(x, weight, bias, self.epsilon)
         return F.layer_norm(x, (self.width,), weight, bias, self.epsilon)

@@ -76,8 +76,9 @@ def _turn_in_pieces(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inter
     if tokens >= x.shape[1] or torch.compiler.is_compiling():
         return _turn(x, cos, sin, interleaved)
     turned = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for out, *piece in zip(*(y.split(tokens, dim=1) for y in (turned, x, cos, sin))):
-        out.copy_(_turn(*piece, interleaved))
+    pieces = (y.split(tokens, dim=1) for y in (turned, x, cos, sin))
+    for out, part, part_cos, part_sin in zip(*pieces):
+        out.copy_(_turn(part, part_cos, part_sin, interleaved))
     return turned
 
 

@@ -78,7 +78,7 @@ def _one_stage_order(stage: int, warm_up: int, num_microbatches: int) -> list[tu
 
 
 def keep_forward(schedule: Any) -> None:
-    """Drop all actions of backward: torch's own evaluation stumbles over them where neighbouring stages share a rank."""
+    """Drop all actions of backward, over which torch's own evaluation stumbles where neighbours share a rank."""
     orders = getattr(schedule, "pipeline_order_with_comms", None) or {}
     for rank, actions in orders.items():
         flat = [part for action in actions for part in (action.sub_actions or (action,))]

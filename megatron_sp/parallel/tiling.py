@@ -42,8 +42,10 @@ class _Tiled(torch.autograd.Function):
                 y_tile = ctx.function(x_tile, *leaves)
             wanted = [x_tile, *(leaf for leaf in leaves if leaf is not None)]
             dx[:, piece], *gradients = torch.autograd.grad(y_tile, wanted, grad[:, piece])
-            for total, gradient in zip([total for total in totals if total is not None], gradients):
-                total += gradient
+            del y_tile  # this and the gradients are gone before the next tile's exist
+            for total in totals:
+                if total is not None:
+                    total += gradients.pop(0)
         return None, None, None, dx, *(None if total is None or w is None else total.to(w.dtype)
                                        for total, w in zip(totals, weights))
 

@@ -44,8 +44,8 @@ def run_processes(function: Callable[..., Any], world_size: int, *args: Any, tim
     try:
         for rank in range(world_size):
             mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_serve, args=(function, args, rank, world_size, store.port, theirs),
-                                      daemon=True)
+            process: BaseProcess = context.Process(  # type: ignore[attr-defined,unused-ignore]
+                target=_serve, args=(function, args, rank, world_size, store.port, theirs), daemon=True)
             process.start()
             theirs.close()
             started[mine] = (rank, process)
@@ -61,9 +61,10 @@ def _collect(started: dict[Connection, tuple[int, BaseProcess]], deadline: float
     waiting, errors, result = dict(started), list[str](), None
     while waiting and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), timeout=left):
-            rank, _ = waiting.pop(connection)  # type: ignore[call-overload]
+            assert isinstance(connection, Connection)
+            rank, _ = waiting.pop(connection)
             try:
-                succeeded, value = connection.recv()  # type: ignore[union-attr]
+                succeeded, value = connection.recv()
             except EOFError:
                 succeeded, value = False, "the process died"
             if not succeeded:

@@ -49,8 +49,9 @@ def reference_training(weights: Weights, run: Run, batches: Sequence[Batch]) -> 
             gradients[name] = leaf.grad.clone()
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         clip = run.optimizer.clip_grad
-        for leaf in leaves.values():
-            leaf.grad = leaf.grad * min(1.0, clip / (norm + 1e-6)) if clip > 0 else leaf.grad
+        factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
+        for name, leaf in leaves.items():
+            leaf.grad = gradients[name] * factor
         optimizer.step()
         after = {name: leaf.detach().clone() for name, leaf in leaves.items()}
         steps.append(Step(float(loss_sum.detach()) / count, norm, gradients, after))

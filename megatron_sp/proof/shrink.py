@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_sp.config.checks import check_problems
 from megatron_sp.config.resolve import resolve, with_vocab
-from megatron_sp.config.schema import Checkpoint, Data, Logging, Precision, Run
+from megatron_sp.config.schema import Checkpoint, Data, Logging, Precision, Run, Schedule
 from megatron_sp.config.stages import stage_layers
 from megatron_sp.errors import ConfigError
 from megatron_sp.parallel.heads import HeadSplit
@@ -123,7 +123,7 @@ def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
     if run.train.rampup_batch_size or run.train.step_batch_size_schedule:
         notes.append("the final global batch size is proven, not its ramp-up.")
     run = replace(
-        run, precision=Precision(), checkpoint=Checkpoint(), logging=Logging(),
+        run, precision=Precision(), checkpoint=Checkpoint(), logging=Logging(), schedule=Schedule(lr=run.schedule.lr),
         parallel=replace(run.parallel, sequence_split=0),
         data=Data(seq_length=run.data.seq_length, mock_data=True, tokenizer_type="NullTokenizer"),
         model=replace(model, attention_dropout=0.0, hidden_dropout=0.0, vocab_size=VOCABULARY, padded_vocab_size=0,
@@ -182,7 +182,8 @@ def _small_model(run: Run, wanted: dict[str, Any]) -> Run:
                      loss_tile_size=tile if loss_tiled else given.loss_tile_size,
                      recompute_num_layers=_few_recomputed(run))
     return replace(
-        run, memory=memory, data=replace(run.data, seq_length=length), train=replace(run.train, train_iters=3, train_samples=0),
+        run, memory=memory, data=replace(run.data, seq_length=length),
+        train=replace(run.train, train_iters=3, train_samples=0),
         model=replace(model, hidden_size=hidden, kv_channels=min(width, model.kv_channels), ffn_hidden_size=ffn,
                       num_layers=_few_layers(run), max_position_embeddings=length + tail),
         parallel=replace(parallel, layers_per_virtual_stage=0, pipeline_layers=_few_layers_each(run)))
@@ -227,7 +228,7 @@ def _candidates(run: Run, most_replicas: int) -> Iterator[Run]:
                 small = with_vocab(resolve(small, world), VOCABULARY)
                 if not check_problems(small):
                     yield small
-                if count > 4 * parallel.pp:  # nothing new comes with more
+                if count > 4 * parallel.pp * parallel.stages_per_rank:  # nothing new comes with more
                     break
 
 

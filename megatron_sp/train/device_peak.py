@@ -9,9 +9,9 @@ from megatron_sp.config.schema import Run
 #: Part of the device's name -> TFLOP/s in bf16 and fp16 with fp32 accumulation, without sparsity. The first that
 #: fits counts. Source: the manufacturers' data sheets.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500.0), ("B200", 2250.0), ("H200", 989.4), ("GH200", 989.4), ("H100 PCIe", 756.0), ("H100 NVL", 835.0),
-    ("H100", 989.4), ("H800", 989.4), ("A100", 312.0), ("A800", 312.0), ("L40S", 362.0), ("L4", 121.0), ("A10G", 70.0),
-    ("A10", 125.0), ("V100", 125.0), ("MI325X", 1307.4), ("MI300X", 1307.4), ("MI250X", 383.0))
+    ("GB200", 2500.0), ("B200", 2250.0), ("GH200", 989.4), ("H200", 989.4), ("H100 PCIe", 756.0), ("H100 NVL", 835.0),
+    ("H100", 989.4), ("H800", 989.4), ("A100", 312.0), ("A800", 312.0), ("L40S", 362.0), ("L40", 181.0), ("L4", 121.0),
+    ("A10G", 70.0), ("A10", 125.0), ("V100", 125.0), ("MI325X", 1307.4), ("MI300X", 1307.4), ("MI250X", 383.0))
 
 
 def peak_tflops(run: Run, device: torch.device) -> float:

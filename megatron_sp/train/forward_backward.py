@@ -17,6 +17,7 @@ from megatron_sp.data.batch import Microbatch
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import PipelineRunner, Stages
 from megatron_sp.parallel.zero import synchronize_gradients
+from megatron_sp.train.timers import Timers
 
 
 class Engine:
@@ -32,6 +33,7 @@ class Engine:
         self.model = model
         self.mesh = mesh
         self.zero_stage = zero_stage
+        self.timers = Timers()
         self.microbatch_losses: list[torch.Tensor] = []
 
     def forward_backward(self, microbatches: Sequence[Microbatch], denominator: torch.Tensor | float) -> torch.Tensor:
@@ -50,8 +52,10 @@ class Engine:
         total = torch.zeros((), device=self.mesh.device)
         for index, batch in enumerate(microbatches):
             synchronize_gradients(self.model, self.zero_stage, is_last_microbatch=index == len(microbatches) - 1)
-            loss = self._loss(batch) / denominator
-            loss.backward()
+            with self.timers("forward", level=2):
+                loss = self._loss(batch) / denominator
+            with self.timers("backward", level=2):
+                loss.backward()
             self.microbatch_losses.append(loss.detach())
             total = total + loss.detach()
         return total
@@ -86,6 +90,7 @@ class PipelineEngine:
     def __init__(self, model: Stages, mesh: ParallelMesh, *, schedule: str):
         self.model, self.mesh = model, mesh
         self.denominator: torch.Tensor | float = 1.0
+        self.timers = Timers()      # forward and backward are one in a schedule
         self.runner = PipelineRunner(model, schedule, mesh, self._loss)
         self.microbatch_losses: list[torch.Tensor] = []
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,11 @@ from typing import Any
 import torch
 
 from megatron_sp.config.schema import Run
+from megatron_sp.config.stages import stage_layers
 from megatron_sp.model.flops import sequence_flops
+from megatron_sp.train.device_peak import peak_tflops
 from megatron_sp.train.metrics_file import MetricsFile
+from megatron_sp.train.timers import Timers, gather_times, times_in_words
 from megatron_sp.train.trackers import open_tensorboard, open_wandb
 
 
@@ -78,52 +80,26 @@ class Interval:
             self.loss += step.lm_loss
 
 
-def log_line(step: StepReport, interval: Interval, last_iteration: int, *, tflops: float | None = None) -> str:
-    """Megatron's log line. Loss and time are means over the interval, the rest is the last step's."""
+def log_line(step: StepReport, interval: Interval, last_iteration: int, *,
+             speed: Mapping[str, float] | None = None) -> str:
+    """Megatron's log line. Loss and time are means over the interval, the rest is the last step's.
+
+    Args:
+        speed: ``Recorder.speed`` of the interval, for ``--log-throughput``.
+    """
     loss = interval.loss / interval.updates if interval.updates else math.nan
     parts = [f" iteration {step.iteration:8d}/{last_iteration:8d}",
              f"consumed samples: {step.consumed_samples:12d}",
              f"elapsed time per iteration (ms): {1000 * interval.seconds / interval.steps:.1f}"]
-    if tflops is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}")
+    if speed:
+        parts += [f"throughput per GPU (TFLOP/s/GPU): {speed['tflops_per_device']:.1f}",
+                  f"tokens per second: {speed['tokens_per_s']:.0f}"]
+        parts += [f"{name.upper()}: {100 * speed[name]:.1f}%" for name in ("mfu", "hfu") if name in speed]
     parts += [f"learning rate: {step.learning_rate:.6E}", f"global batch size: {step.global_batch_size:5d}",
               f"lm loss: {loss:.6E}", f"loss scale: {step.loss_scale:.1f}", f"grad norm: {step.grad_norm:.3f}"]
     parts += [f"{name.replace('_', ' ')}: {value:.3f}" for name, value in step.extra.items()]
     parts += [f"number of skipped iterations: {interval.skipped:3d}", f"number of nan iterations: {interval.nans:3d}"]
     return " | ".join(parts) + " |"
-
-
-class Timers:
-    """Time of the named parts of a step (``--timing-log-level``), summed since the last log line.
-
-    At level 0 nothing is measured. Above, the device is waited for at both ends of each part, so that
-    a part's time is its own.
-    """
-
-    def __init__(self, level: int, device: torch.device):
-        self.level, self.device = level, device
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        if self.level < 1:
-            yield
-            return
-        self._wait()
-        start = time.perf_counter()
-        yield
-        self._wait()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def take(self, steps: int) -> dict[str, float]:
-        """Milliseconds per step of each part, and start again."""
-        times = {name: 1000 * seconds / steps for name, seconds in self.seconds.items()}
-        self.seconds = {}
-        return times
 
 
 class Recorder:
@@ -138,7 +114,9 @@ class Recorder:
         self.run, self.device, self.is_writer = run, device, is_writer
         self.interval = Interval()
         self.timers = Timers(run.logging.timing_log_level, device)
-        self.flops = sequence_flops(run.model, run.data.seq_length).train()
+        flops = sequence_flops(run.model, run.data.seq_length)
+        self.flops, self.hardware_flops = flops.train(), flops.hardware(recomputed_shares(run))
+        self.peak = peak_tflops(run, device)
         self.metrics: MetricsFile | None = None
         self.tensorboard: Any = None
         self.wandb: Any = None
@@ -159,15 +137,14 @@ class Recorder:
         if step.iteration % self.run.logging.log_interval:
             return
         interval, self.interval = self.interval, Interval()
-        times = self.timers.take(interval.steps)
+        times = gather_times(self.timers.take(interval.steps)) if self.timers.level else {}
         if not self.is_writer:
             return
-        tflops = self.tflops_per_device(interval.samples, interval.seconds)
-        shown = tflops if self.run.logging.log_throughput else None
-        self.say(log_line(step, interval, last_iteration, tflops=shown).lstrip())
+        shown = self.speed(interval.samples, interval.seconds) if self.run.logging.log_throughput else None
+        self.say(log_line(step, interval, last_iteration, speed=shown).lstrip())
         if times:
-            self.say("times (ms) " + " | ".join(f"{name}: {value:.2f}" for name, value in times.items()))
-        row = self._row(step) | ({"times_ms": times} if times else {})
+            self.say(times_in_words(times, self.run.logging.timing_log_option))
+        row = self._row(step) | ({"times_ms": {name: max(values) for name, values in times.items()}} if times else {})
         assert self.metrics is not None
         self.metrics.write(row)
         if self.wandb is not None:
@@ -179,8 +156,7 @@ class Recorder:
             "iteration": step.iteration, "consumed_samples": step.consumed_samples,
             "consumed_tokens": step.consumed_tokens, "lm_loss": step.lm_loss, "grad_norm": step.grad_norm,
             "learning_rate": step.learning_rate, "global_batch_size": step.global_batch_size,
-            "step_time_ms": 1000 * step.step_time, "tokens_per_s": step.num_tokens / step.step_time,
-            "tflops_per_device": self.tflops_per_device(step.global_batch_size, step.step_time),
+            "step_time_ms": 1000 * step.step_time, **self.speed(step.global_batch_size, step.step_time),
             "loss_scale": step.loss_scale, "skipped": step.skipped, "nan": step.nan,
             "peak_memory_bytes": self.peak_memory(), "first_sample": step.first_sample,
             "last_sample": step.first_sample + step.global_batch_size - 1, **step.extra}
@@ -196,7 +172,8 @@ class Recorder:
         if flags.log_memory_to_tensorboard:
             points["peak-memory-bytes"] = self.peak_memory()
         if flags.log_throughput:
-            points["throughput"] = self.tflops_per_device(step.global_batch_size, step.step_time)
+            points |= {("throughput" if name == "tflops_per_device" else name.replace("_", "-")): value for name, value
+                       in self.speed(step.global_batch_size, step.step_time).items()}
         if flags.log_timers_to_tensorboard:
             points |= {f"{name}-time": seconds for name, seconds in self.timers.seconds.items()}
         for name, value in points.items():
@@ -204,14 +181,15 @@ class Recorder:
             self.tensorboard.add_scalar(f"{name} vs samples", value, step.consumed_samples)
 
     def evaluation(self, losses: dict[str, float], iteration: int, consumed_samples: int) -> None:
-        """Record mean losses of evaluations, by data set name (``valid``, ``test``)."""
+        """Record mean losses of evaluations, by data set name (``valid``, ``test``, ``valid/NAME``)."""
         row: dict[str, Any] = {"iteration": iteration, "consumed_samples": consumed_samples}
         for name, loss in losses.items():
             perplexity = perplexity_of(loss)
-            long_name = {"valid": "validation"}.get(name, name)
+            kind, slash, own_name = name.partition("/")
+            long_name = {"valid": "validation"}.get(kind, kind) + (f" {own_name}" if slash else "")
             self.say(f"{long_name} loss at iteration {iteration} | lm loss value: {loss:.6E} | "
                      f"lm loss PPL: {perplexity:.6E} |")
-            row |= {f"{name}_loss": loss, f"{name}_ppl": perplexity}
+            row |= {f"{kind}_loss{slash}{own_name}": loss, f"{kind}_ppl{slash}{own_name}": perplexity}
             if self.tensorboard is not None:
                 self.tensorboard.add_scalar(f"lm loss {long_name}", loss, iteration)
                 if self.run.logging.log_validation_ppl_to_tensorboard:
@@ -227,9 +205,18 @@ class Recorder:
             with (Path(self.run.checkpoint.save) / "progress.txt").open("a") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.run.parallel.world_size} ranks\t{text}\n")
 
-    def tflops_per_device(self, samples: int, seconds: float) -> float:
-        """Model TFLOP/s of each device: forward and backward, causal half, no recomputation counted."""
-        return samples * self.flops / seconds / self.run.parallel.world_size / 1e12
+    def speed(self, samples: int, seconds: float) -> dict[str, float]:
+        """Tokens/s of the whole run, model TFLOP/s of each device, and shares of the device's peak where it is known.
+
+        ``tflops_per_device`` and ``mfu``: forward and backward, causal half, no recomputation counted;
+        ``hfu``: with recomputation.
+        """
+        per_device = samples / seconds / self.run.parallel.world_size / 1e12
+        speed = {"tokens_per_s": samples * self.run.data.seq_length / seconds,
+                 "tflops_per_device": self.flops * per_device}
+        if self.peak:
+            speed |= {"mfu": self.flops * per_device / self.peak, "hfu": self.hardware_flops * per_device / self.peak}
+        return speed
 
     def peak_memory(self) -> int:
         """Most bytes this rank ever used: allocated on the GPU, or resident on the CPU."""
@@ -243,6 +230,18 @@ class Recorder:
                 sink.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+
+def recomputed_shares(run: Run) -> tuple[float, float]:
+    """Shares of the layers' matrix products and of attention that ``--recompute-granularity`` makes again."""
+    memory = run.memory
+    if not memory.recompute_granularity:
+        return 0.0, 0.0
+    share = 1.0
+    if memory.recompute_method == "block":
+        stages = stage_layers(run.model, run.parallel)
+        share = sum(min(len(layers), memory.recompute_num_layers) for layers in stages) / run.model.num_layers
+    return share, share if memory.recompute_granularity == "full" else 0.0
 
 
 def perplexity_of(loss: float) -> float:

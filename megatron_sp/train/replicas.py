@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
 from megatron_sp.train.optimizer import local_part
 
+EMBEDDING = "embedding.word.weight"
 #: Elements that are hashed at once.
 PIECE = 1 << 20
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number: neighbouring places get unlike factors
@@ -52,18 +53,21 @@ def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int) -> None
     Raises:
         TrainingError: naming the first weights that differ and the ranks that hold them.
     """
-    different = [(copies, names) for copies in _copies(model, mesh) if (names := _different(copies))]
-    if not float(mesh.sum_over(float(len(different)), "world")):
+    different = [(copies, names) for copies in _copies(model) if (names := _different(copies))]
+    unlike_here = _tied_copies_here_differ(model)
+    if not float(mesh.sum_over(float(len(different) + unlike_here), "world")):
         return
     own = {(copies.axis, tuple(dist.get_process_group_ranks(copies.group)), name): int(copies.hashes[name])
            for copies, names in different for name in names}
-    gathered: list[dict[tuple[str, tuple[int, ...], str], int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (own, unlike_here))
     found: dict[tuple[str, tuple[int, ...], str], dict[int, int]] = defaultdict(dict)
-    for rank, part in enumerate(gathered):
+    for rank, (part, _) in enumerate(gathered):
         for key, value in part.items():
             found[key][rank] = value
     listed = [f"{name}: {_in_words(hashes)} ({axis})" for (axis, _, name), hashes in found.items()]
+    listed += [f"{EMBEDDING}: its two tied copies on rank {rank} differ" for rank, (_, bad) in enumerate(gathered)
+               if bad]
     more = f"; and {len(listed) - 5} more" if len(listed) > 5 else ""
     raise TrainingError(
         f"iteration {iteration}: --check-replicas found copies of weights that are not equal. {'; '.join(listed[:5])}"
@@ -71,7 +75,7 @@ def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int) -> None
         "then go back to an earlier checkpoint with --ckpt-step")
 
 
-def _copies(model: nn.Module, mesh: ParallelMesh) -> Iterator[Copies]:
+def _copies(model: nn.Module) -> Iterator[Copies]:
     """The weights of this rank by what they are copied over; the same sequence on all ranks of a group."""
     hashes: dict[str, torch.Tensor] = {}
     over: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
@@ -93,7 +97,15 @@ def _copies(model: nn.Module, mesh: ParallelMesh) -> Iterator[Copies]:
         copy = tied.first if tied.first is not None else tied.last
         if copy is not None:
             yield Copies("tied copies at both ends of the pipeline", tied.group,
-                         {"embedding.word.weight": bit_hash(local_part(copy))})
+                         {EMBEDDING: bit_hash(local_part(copy))})
+
+
+def _tied_copies_here_differ(model: nn.Module) -> bool:
+    """Whether this rank holds both ends of the pipeline and their tied weights are not equal."""
+    tied = model.tied if isinstance(model, Stages) else None
+    if tied is None or tied.first is None or tied.last is None:
+        return False
+    return int(bit_hash(local_part(tied.first))) != int(bit_hash(local_part(tied.last)))
 
 
 def _different(copies: Copies) -> list[str]:
@@ -111,7 +123,8 @@ def _in_words(hashes: dict[int, int]) -> str:
     for rank, value in sorted(hashes.items()):
         by_value[value].append(rank)
     usual, *others = sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks))
-    return f"{' and '.join(_ranks(ranks) for ranks in others)} differ from {_ranks(usual)}"
+    verb = "differs" if sum(map(len, others)) == 1 else "differ"
+    return f"{' and '.join(_ranks(ranks) for ranks in others)} {verb} from {_ranks(usual)}"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -55,7 +55,7 @@ class Schedule:
         return cls(
             style=flags.lr_decay_style, peak=flags.lr, minimum=flags.min_lr, warmup_start=flags.lr_warmup_init,
             warmup_samples=warmup, decay_samples=decay, final_style=flags.lr_wsd_decay_style,
-            final_samples=_last_samples(flags.lr_wsd_decay_samples, flags.lr_wsd_decay_iters, flags.lr_decay_iters, run),
+            final_samples=_last_samples(flags.lr_wsd_decay_samples, flags.lr_wsd_decay_iters, run),
             weight_decay_style=run.optimizer.weight_decay_incr_style,
             weight_decay_start=start if start >= 0 else constant,
             weight_decay_end=end if end >= 0 else constant, weight_decay_samples=float(horizon))
@@ -137,9 +137,9 @@ def _samples(tokens: int, samples: int, iterations: int, run: Run) -> float:
     return float(samples or BatchSize.of(run).samples(iterations))
 
 
-def _last_samples(samples: int, iterations: int, horizon: int, run: Run) -> float:
-    """The same for what ends with iteration ``horizon``, which the batch sizes of the last iterations decide."""
-    batch = BatchSize.of(run)
+def _last_samples(samples: int, iterations: int, run: Run) -> float:
+    """The same for the end of the decay horizon, where the batch size may be another than at its start."""
+    batch, horizon = BatchSize.of(run), run.schedule.lr_decay_iters
     return float(samples or batch.samples(horizon) - batch.samples(max(horizon - iterations, 0)))
 
 

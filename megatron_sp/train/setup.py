@@ -84,7 +84,7 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
         device: this rank's ``torch.device``.
     """
 
-    from megatron_sp.model.build import build_model
+    from megatron_sp.model.build import build_model, kernels_in_words
     from megatron_sp.parallel.mesh import ParallelMesh
     from megatron_sp.train.forward_backward import build_engine
     from megatron_sp.train.loss_scale import LossScaler
@@ -108,9 +108,10 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     for note in notes:
         recorder.say(note)
     readers = build_readers(run, tokenizer, mesh, state, recorder)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    recorder.say(f"model of {num_parameters:,} parameters (vocabulary padded to {run.model.padded_vocab_size:,}); "
+    num_layers, num_parameters = count_parts(model, mesh)
+    recorder.say(f"model of {num_layers} layers, {num_parameters:,} parameters (vocabulary padded to {run.model.padded_vocab_size:,}); "
                  f"{run.parallel.world_size} ranks: {layout_in_words(run)}")
+    recorder.say(kernels_in_words(run, device))
     recorder.progress(f"started at iteration {state.iteration}, {state.consumed_samples} samples")
     return Trainer(run, mesh, model, engine, optimizer, schedule, scaler, readers, state, recorder, signals,
                    started=started)
@@ -184,8 +185,9 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
         return BatchReader(dataset, layout, mesh.rank("sp"), mesh.rank("dp"), mesh.size("dp"), tokenizer.eod,
                            run.data.eod_mask_loss, read_ahead, vocab_size=run.model.vocab_size)
 
+    named = {name: made for name, dataset in splits.named_valid.items() if (made := reader(dataset, False))}
     return Readers(reader(splits.train, run.data.num_workers > 0), reader(splits.valid, False),
-                   reader(splits.test, False))
+                   reader(splits.test, False), named)
 
 
 def samples_to_train(run: Run, state: TrainState) -> int:
@@ -204,10 +206,26 @@ def samples_to_train(run: Run, state: TrainState) -> int:
                state.consumed_samples + batch.samples(remaining, consumed_samples=state.consumed_samples))
 
 
+def count_parts(model: Any, mesh: ParallelMesh) -> tuple[int, int]:
+    """Layers and parameters that were really built, all pipeline stages together."""
+    import torch
+
+    from megatron_sp.parallel.pipeline import own_parameters
+
+    own = dict(own_parameters(model))
+    layers = {name.split(".")[1] for name in own if name.startswith("layers.")}
+    counts = torch.tensor([len(layers), sum(p.numel() for p in own.values())], dtype=torch.int64)
+    num_layers, num_parameters = mesh.sum_over(counts, "pp").tolist()
+    return num_layers, num_parameters
+
+
 def layout_in_words(run: Run) -> str:
-    """The degrees of parallelism that are above 1."""
-    parallel = run.parallel
-    sizes = {"data": parallel.dp, "tensor": parallel.tp, "pipeline": parallel.pp, "ulysses": parallel.ulysses,
-             "ring": parallel.ring}
-    words = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1] or ["no parallelism"]
-    return ", ".join([*words, f"ZeRO stage {parallel.zero_stage}"])
+    """The degrees of parallelism, where data parallelism comes from, and what the batch is made of."""
+    parallel, train = run.parallel, run.train
+    sizes = {"tensor": parallel.tp, "pipeline": parallel.pp, "ulysses": parallel.ulysses, "ring": parallel.ring}
+    others = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    origin = f" = {parallel.world_size} / ({' x '.join(others)})" if others else ""
+    size = BatchSize.of(run).last
+    return (f"data parallel {parallel.dp}{origin}, ZeRO stage {parallel.zero_stage}; global batch {size} = micro-batch "
+            f"{train.micro_batch_size} x data parallel {parallel.dp} x "
+            f"{size // max(1, train.micro_batch_size * parallel.dp)} microbatches")

@@ -66,5 +66,7 @@ def times_in_words(times: dict[str, list[float]], option: str) -> str:
             return " ".join(f"{value:.2f}" for value in values)
         return f"{max(values):.2f}" if option == "max" else f"{min(values):.2f} {max(values):.2f}"
 
-    of_ranks = {"max": "max over ranks", "minmax": "min and max over ranks", "all": "by rank"}[option]
-    return f"times (ms, {of_ranks}) | " + " | ".join(f"{name}: {show(values)}" for name, values in times.items())
+    of_ranks = {"max": ", max over ranks", "minmax": ", min and max over ranks", "all": ", by rank"}[option]
+    if all(len(values) == 1 for values in times.values()):
+        option, of_ranks = "max", ""
+    return f"times (ms{of_ranks}) | " + " | ".join(f"{name}: {show(values)}" for name, values in times.items())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,9 +22,12 @@ from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.train.batch_size import BatchSize
 from megatron_sp.train.diagnose import describe_failure
 from megatron_sp.train.forward_backward import Engine, PipelineEngine
+from megatron_sp.train.garbage import GarbageCollection
 from megatron_sp.train.loss_scale import LossScaler
 from megatron_sp.train.observe import Recorder, StepReport
 from megatron_sp.train.optimizer import clip_factor, num_zeros, scale_gradients, settle_gradients, squared_norm
+from megatron_sp.train.profile import StepProfiler
+from megatron_sp.train.replicas import check_replicas
 from megatron_sp.train.schedule import Schedule
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.state import TrainState
@@ -40,6 +43,12 @@ class Readers:
     train: BatchReader | None
     valid: BatchReader | None = None
     test: BatchReader | None = None
+    #: Validation sets by name, instead of ``valid``.
+    named_valid: dict[str, BatchReader] = field(default_factory=dict)
+
+    def all(self) -> list[BatchReader]:
+        readers = (self.train, self.valid, self.test, *self.named_valid.values())
+        return [reader for reader in readers if reader is not None]
 
 
 class Totals(NamedTuple):
@@ -70,6 +79,9 @@ class Trainer:
         self.run, self.mesh, self.model, self.engine, self.optimizer = run, mesh, model, engine, optimizer
         self.schedule, self.scaler, self.readers, self.state = schedule, scaler, readers, state
         self.recorder, self.signals, self.started = recorder, signals, started
+        self.engine.timers = recorder.timers
+        self.garbage = GarbageCollection(run.train.manual_gc, run.train.manual_gc_interval)
+        self.profiler = StepProfiler(run, mesh.global_rank, mesh.device)
         self.batch_size = BatchSize.of(run)
         self.last_iteration = run.train.train_iters or state.iteration + self.batch_size.iterations(
             state.consumed_samples, run.train.train_samples)
@@ -82,13 +94,23 @@ class Trainer:
         """Train to the end, or until something asks to stop; evaluate on the way and at the end.
 
         Raises:
-            TrainingError: loss or gradients are not finite, or no step succeeds any more.
+            TrainingError: loss or gradients are not finite, copies of weights differ, or no step succeeds any more.
         """
+        with self.garbage.taken_over():
+            self._fit()
+
+    def _fit(self) -> None:
         self.stop_reason = self._asked_to_stop()
         while not self.stop_reason and not self.is_finished():
+            self.profiler.before_step(self.state.iteration + 1)
             step = self.train_step()
+            self._say_if_any(self.profiler.after_step(self.state.iteration))
             self.recorder.step(step, self.last_iteration)
             self._refuse_endless_skipping()
+            if self._is_due(self.run.train.check_replicas):
+                with self.recorder.timers("check-replicas"):
+                    check_replicas(self.model, self.mesh, self.state.iteration)
+            self.garbage.after_step(self.state.iteration)
             if self.is_finished():
                 break
             if not self.stop_reason and self._is_due(self.run.train.eval_interval):
@@ -97,6 +119,7 @@ class Trainer:
                 self.save()
             if not self.stop_reason and self._is_due(self.run.train.exit_interval):
                 self.stop_reason = f"--exit-interval {self.run.train.exit_interval}"
+        self._say_if_any(self.profiler.finish(self.state.iteration))
         self.save()
         if not self.stop_reason:
             self.evaluate("valid", "test")
@@ -108,6 +131,10 @@ class Trainer:
         train = self.run.train
         used_up = 0 < train.train_tokens <= self.state.consumed_tokens
         return train.skip_train or used_up or self.state.iteration >= self.last_iteration
+
+    def _say_if_any(self, text: str) -> None:
+        if text:
+            self.recorder.say(text)
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.state.iteration % interval == 0
@@ -211,18 +238,28 @@ class Trainer:
     # ---------------------------------------------------------------- between steps
 
     def evaluate(self, *names: str) -> None:
-        """Mean loss on ``eval-iters`` global batches of each named set, always the same ones."""
+        """Mean loss on ``eval-iters`` global batches of each of these sets, always the same ones.
+
+        Where validation sets have names, the loss of ``valid`` is the mean of theirs.
+        """
         losses: dict[str, float] = {}
-        for name in names:
-            reader: BatchReader | None = getattr(self.readers, name)
-            if reader is None or self.stop_reason:
-                continue
-            with self.recorder.timers("evaluation"):
-                loss = self._mean_loss(name, reader)
-            if loss is not None:
-                losses[name] = loss
+        with self.garbage.around_evaluation():
+            for name in names:
+                named = {f"valid/{own}": reader for own, reader in self.readers.named_valid.items()}
+                readers = named if name == "valid" and named else {name: getattr(self.readers, name)}
+                found = {key: self._loss_of(key, reader) for key, reader in readers.items()}
+                whole = {key: loss for key, loss in found.items() if loss is not None}
+                if readers is named and len(whole) == len(named):
+                    losses[name] = sum(whole.values()) / len(whole)
+                losses |= whole
         if losses:
             self.recorder.evaluation(losses, self.state.iteration, self.state.consumed_samples)
+
+    def _loss_of(self, name: str, reader: BatchReader | None) -> float | None:
+        if reader is None or self.stop_reason:
+            return None
+        with self.recorder.timers("evaluation"):
+            return self._mean_loss(name, reader)
 
     def _mean_loss(self, name: str, reader: BatchReader) -> float | None:
         """The mean loss per valid token, or None when a signal came in between."""
@@ -232,7 +269,7 @@ class Trainer:
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         hidden = None if self.recorder.is_writer else True       # None: shown on a terminal only
         for index in tqdm(range(train.eval_iters), desc=f"evaluating ({name})", leave=False, disable=hidden):
-            batches = reader.read(index * train.global_batch_size, train.global_batch_size, train.micro_batch_size)
+            batches = reader.read(index * self.batch_size.last, self.batch_size.last, train.micro_batch_size)
             loss_sum, num_valid = self.engine.evaluate([batch.to(device) for batch in batches])
             # the loss is on all tp ranks of the last stage, the count on all ranks that share a sequence's part
             tp, pp = self.mesh.size("tp"), self.mesh.size("pp")
@@ -263,7 +300,6 @@ class Trainer:
     def close(self) -> None:
         """Stop reading ahead and finish the logs; all ranks wait for each other first."""
         dist.barrier()
-        for reader in (self.readers.train, self.readers.valid, self.readers.test):
-            if reader is not None:
-                reader.close()
+        for reader in self.readers.all():
+            reader.close()
         self.recorder.close()

@@ -34,7 +34,7 @@ def sent(flags: str) -> list[int]:
     mesh = ParallelMesh.build(run.parallel)
     model = build_model(run, mesh)
     build_engine(run, model, mesh).evaluate(local_microbatches(run, mesh, *batch(run)))
-    return [_of_core(block.attention.plan.core) for block in model.layers.values()]  # type: ignore[union-attr]
+    return [_of_core(block.attention.plan.core) for block in model.layers.values()]  # type: ignore[operator,union-attr]
 
 
 def _of_core(core: Any) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_sp.model.attention_core import SDPACore
 from megatron_sp.model.attention_kernels import FlashKernel, PlainKernel
 from megatron_sp.parallel.layout import SequenceLayout
-from megatron_sp.parallel.ring import Ring, RingAttention
+from megatron_sp.parallel.ring import BlockKernel, Ring, RingAttention
 from megatron_sp.parallel.sequence import match_heads, match_heads_in_kernel
 from tests.helpers.spawn import RunRanks
 
@@ -20,7 +20,8 @@ TOKENS, WIDTH = 32, 8
 
 def check_ring() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    cases = itertools.product((PlainKernel(), FlashKernel()), (True, False), ((4, 4), (4, 2), (4, 1), (3, 2)),
+    kernels: tuple[BlockKernel, ...] = (PlainKernel(), FlashKernel())
+    cases = itertools.product(kernels, (True, False), ((4, 4), (4, 2), (4, 1), (3, 2)),
                               (True, False))
     for kernel, zigzag, (n, g), causal in cases:
         groups = tuple(i * g // n for i in range(n))
@@ -33,7 +34,7 @@ def check_ring() -> None:
         layout = SequenceLayout(TOKENS, ring=size, kind="zigzag" if zigzag else "contiguous")
         mine = torch.from_numpy(layout.positions(rank))
         local = [x.detach()[:, mine].clone().requires_grad_() for x in whole]
-        ring = Ring(dist.group.WORLD, match_heads_in_kernel(kernel, groups), zigzag)
+        ring = Ring(dist.distributed_c10d._get_default_group(), match_heads_in_kernel(kernel, groups), zigzag)
         actual = RingAttention(ring)(*local, causal=causal)
         torch.testing.assert_close(actual, expected[:, mine], rtol=1e-10, atol=1e-12)
         for x, y in zip(torch.autograd.grad((actual * weight[:, mine]).sum(), local), gradients, strict=True):
@@ -43,8 +44,8 @@ def check_ring() -> None:
 
 def count_work() -> list[int]:
     """Query-key pairs this rank computes under the causal mask."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    ring, tokens = Ring(dist.group.WORLD, PlainKernel()), 1024 // size
+    size = dist.get_world_size()
+    ring, tokens = Ring(dist.distributed_c10d._get_default_group(), PlainKernel()), 1024 // size
     pairs = 0
     for source in range(size):
         found = ring.overlap(source, tokens, causal=True)

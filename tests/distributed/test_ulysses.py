@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from tests.helpers.spawn import RunRanks
 
 from megatron_sp.model.attention_core import SDPACore
 from megatron_sp.parallel.heads import HeadSplit
 from megatron_sp.parallel.sequence import match_heads
 from megatron_sp.parallel.ulysses import UlyssesAttention, UlyssesExchange
+from tests.helpers.spawn import RunRanks
 
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 6), (6, 3), (6, 2), (7, 7), (5, 1)]
 TOKENS, WIDTH = 16, 4
@@ -25,7 +25,7 @@ def numbered(batch: int, heads: int, name: int) -> torch.Tensor:
 
 
 def check_placement() -> None:
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    group, size, rank = dist.distributed_c10d._get_default_group(), dist.get_world_size(), dist.get_rank()
     for (n, g), batch in itertools.product(HEADS, (1, 2, 3)):
         heads = HeadSplit.of(n, g, ulysses=size)
         exchange = UlyssesExchange(group, heads)
@@ -39,7 +39,7 @@ def check_placement() -> None:
 
 
 def check_bytes() -> None:
-    group, size = dist.group.WORLD, dist.get_world_size()
+    group, size = dist.distributed_c10d._get_default_group(), dist.get_world_size()
     for n, g in ((8, 8), (8, 4), (8, 2), (8, 1)):
         exchange = UlyssesExchange(group, HeadSplit.of(n, g, ulysses=size))
         q, k, v = (torch.zeros(2, TOKENS // size, count, WIDTH, dtype=torch.float32) for count in (n, g, g))
@@ -51,7 +51,7 @@ def check_bytes() -> None:
 
 
 def check_attention() -> None:
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    group, size, rank = dist.distributed_c10d._get_default_group(), dist.get_world_size(), dist.get_rank()
     for n, g in HEADS:
         generator = torch.Generator().manual_seed(0)
         whole = [torch.randn(2, TOKENS, count, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-from tests.helpers.configs import tiny_run
-from tests.helpers.spawn import RunRanks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -13,6 +11,8 @@ from megatron_sp.model.loss import vocab_parallel_loss_sum
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import TensorRegion
 from megatron_sp.parallel.zero import synchronize_gradients
+from tests.helpers.configs import tiny_run
+from tests.helpers.spawn import RunRanks
 
 WORLD = 4
 MODEL = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm "

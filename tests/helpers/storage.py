@@ -31,6 +31,21 @@ class StorageTracker(TorchDispatchMode):
         self._explain, self._known = explain, weakref.WeakSet[torch.UntypedStorage]()
         self._made: dict[int, tuple[str, tuple[int, ...], str, int]] = {}
 
+    def __enter__(self) -> StorageTracker:
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> None:
+            """FSDP frees gathered weights so, behind the dispatcher's back."""
+            self._resize(storage, size)
+            self._change(storage)
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(
                 args[0], torch._subclasses.FakeTensor):
@@ -55,6 +70,16 @@ class StorageTracker(TorchDispatchMode):
             self.live += size
             self._made[key] = (name, tuple(part.shape), str(part.dtype), size)
             weakref.finalize(storage, self._end, key)
+        self._note_peak()
+
+    def _change(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            name, shape, dtype, before = self._made[id(storage)]
+            self._made[id(storage)] = (name, shape, dtype, storage.nbytes())
+            self.live += storage.nbytes() - before
+            self._note_peak()
+
+    def _note_peak(self) -> None:
         if self.live > self.peak:
             self.peak = self.live
             if self._explain:

@@ -94,6 +94,18 @@ def test_seed_and_prompts(continuation: Callable[..., str]) -> None:
     assert both.endswith("-" * 40 + "\n" + first)  # a prompt's text does not depend on the other prompts
 
 
+def test_stop_words_end_a_continuation(continuation: Callable[..., str]) -> None:
+    text = continuation("--prompt", "one two three", "--greedy", "--stop", "seven", "--stop", "never")
+    assert text == "one two three four five six \n"
+
+
+def test_prompts_of_unlike_length_together_and_one_by_one(continuation: Callable[..., str]) -> None:
+    words = ("--greedy", "--prompt", "one two", "--prompt", "five six seven eight nine", "--prompt", "ten")
+    together = continuation(*words)
+    assert together == continuation(*words, "--batch-size", 1)
+    assert "one two three four five six" in together and "eight nine ten" in together
+
+
 @pytest.mark.parametrize("words, message", [
     (("--top-p", 2), "--top-p 2"), (("--max-new-tokens", 0), "--max-new-tokens 0"), (("--prompt", ""), "no tokens"),
     (("--ckpt-step", 7), "--ckpt-step 7"), (("--tokenizer-model", "nowhere.model"), "nowhere.model")])

@@ -49,7 +49,7 @@ STEPS = [
     Case("recompute", 1, "--recompute-granularity full"),
     Case("recompute, ulysses 2, zero 3", 2, f"{U2} --zero-stage 3 --recompute-granularity full"),
     Case("recompute, tp 2, megatron sp", 2, f"{TP2} {SP} --recompute-granularity full"),
-    Case("unfused attention, ulysses 2", 2, f"{U2} --attention-backend unfused"),
+    Case("unfused attention, ulysses 2", 2, f"{U2} --attention-core unfused"),
 ]
 
 HEADS = [

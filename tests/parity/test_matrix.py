@@ -56,7 +56,9 @@ def compare(cases: Sequence[Case], expected: Sequence[Expected]) -> dict[str, di
     meshes: dict[Parallel, ParallelMesh] = {}
     for case, (gradients, trained) in zip(cases, expected):
         run = case.run()
-        mesh = meshes.setdefault(run.parallel, ParallelMesh.build(run.parallel))
+        if run.parallel not in meshes:
+            meshes[run.parallel] = ParallelMesh.build(run.parallel)
+        mesh = meshes[run.parallel]
         weights = random_weights(run)
         batches = [batch(run, case.masked, seed) for seed in range(STEPS)]
         step = step_in_layout(run, weights, *batches[0], mesh=mesh)

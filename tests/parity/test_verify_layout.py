@@ -74,7 +74,7 @@ def build_with_wrong_key_gradients(run: Run, mesh: ParallelMesh, dtype: torch.dt
             output.register_hook(lambda gradient: gradient * 1.01)
 
     if mesh.size("ulysses") > 1:
-        model.layers["0"].attention.key.register_forward_hook(enlarge)  # type: ignore[index,union-attr]
+        model.layers["0"].attention.key.register_forward_hook(enlarge)  # type: ignore[index,operator,union-attr]
     return model
 
 
@@ -83,7 +83,7 @@ def build_with_averaged_gradients(run: Run, mesh: ParallelMesh, dtype: torch.dty
     model = build_model(run, mesh, dtype)
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(float(mesh.size("fsdp")))
+            module.set_gradient_divide_factor(float(mesh.size("fsdp")))  # type: ignore[operator]
     return model
 
 

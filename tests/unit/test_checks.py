@@ -82,7 +82,7 @@ def test_tensor_parallel_divides_heads_and_ffn():
 def test_ulysses_has_a_head_for_every_rank():
     problem = one("--ulysses-size 8 --tensor-model-parallel-size 2", world=16)
     assert "--ulysses-size 8 x --tensor-model-parallel-size 2 = 16" in problem
-    assert problem.endswith("the largest --ulysses-size here is 4.")
+    assert "the largest --ulysses-size here is 4, and --sequence-split" in problem
     assert not problems("--ulysses-size 4 --tensor-model-parallel-size 2", world=8)
     assert not problems("--num-attention-heads 6 --hidden-size 96 --ulysses-size 4", world=4), "uneven heads are fine"
 
@@ -91,7 +91,7 @@ def test_messages_use_the_users_spelling():
     problem = one("--ds-sequence-parallel-size 16", world=16)
     assert "--ds-sequence-parallel-size 16" in problem and "--ulysses-size" not in problem
     assert "--context-parallel-size 16" in one("--context-parallel-size 16 --cp-comm-type a2a", world=16)
-    assert one("--recompute-activations").startswith("--recompute-activations: selective recompute")
+    assert one("--num-key-value-heads 3").startswith("--num-key-value-heads 3 does not divide")
 
 
 def test_sequence_divides():
@@ -178,10 +178,6 @@ def test_stages_need_a_pipeline():
 def test_ring():
     assert "--attention-dropout 0" in one("--context-parallel-size 2 --attention-dropout 0.1", world=2)
     assert "130 does not divide over 4 ranks" in one("--ring-size 2 --attention-dropout 0 --seq-length 130", world=2)
-
-
-def test_selective_recompute_is_not_available_yet():
-    assert "selective recompute" in one("--recompute-granularity selective")
 
 
 # --- schedule ------------------------------------------------------------------------------------

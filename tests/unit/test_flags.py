@@ -161,11 +161,11 @@ def test_values_out_of_bounds(line):
     ("--num-key-value-heads 2", "model", "num_query_groups", 2),
     ("--attention-head-type multiquery", "model", "num_query_groups", 1),
     ("--attention-head-type multihead", "model", "num_query_groups", 0),
-    ("--checkpoint-activations", "train", "recompute_granularity", "full"),
-    ("--deepspeed-activation-checkpointing --checkpoint-activations", "train", "recompute_granularity", "full"),
-    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "train",
+    ("--checkpoint-activations", "memory", "recompute_granularity", "full"),
+    ("--deepspeed-activation-checkpointing --checkpoint-activations", "memory", "recompute_granularity", "full"),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "memory",
      "recompute_granularity", "full"),
-    ("--recompute-activations", "train", "recompute_granularity", "selective"),
+    ("--recompute-activations", "memory", "recompute_granularity", "selective"),
     ("--optimizer fusedadamw", "optimizer", "optimizer", "adamw"),
     ("--optimizer cpu-adam", "optimizer", "optimizer", "adam"),
     ("--no-train", "train", "skip_train", True),
@@ -239,7 +239,7 @@ def test_hints_make_one_line():
 
 
 def test_ignored_flags_warn_one_by_one():
-    notes = read("--dataset LLama-Pretrain --max-padding-length 80 --profile")[1]
+    notes = read("--dataset LLama-Pretrain --max-padding-length 80 --kill-switch-path k")[1]
     assert len(notes) == 3 and all("is ignored" in note for note in notes)
 
 
@@ -264,7 +264,7 @@ def test_what_changes_the_mathematics_is_refused_by_name(line):
 
 @pytest.mark.parametrize("line", ["--finetune", "--no-load-optim", "--no-load-rng", "--no-save-optim", "--deepspeed",
                                   "--deepspeed_config ds.json", "--deepspeed_config=ds.json", "--reset-position-ids",
-                                  "--reset-attention-mask", "--recompute-num-layers 2", "--checkpoint-num-layers 4"])
+                                  "--reset-attention-mask"])
 def test_not_available_yet(line):
     (problem,) = problems(line)
     assert "not available yet" in problem

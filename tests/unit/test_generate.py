@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.model.generate import Sampling, TextStream, generate, probabilities
+from megatron_sp.model.generate import Sampling, StopWords, TextStream, generate, generate_batch, probabilities
 
 
 class Successor(nn.Module):
@@ -78,6 +78,48 @@ def test_values_out_of_range_are_refused_by_flag(bad: dict, flag: str) -> None:
 def test_empty_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match="no tokens"):
         next(generate(Successor(), [], 1, Sampling(), vocab_size=10))
+
+
+def test_a_batch_reads_prompts_of_any_length_in_lockstep() -> None:
+    model = Successor()
+    steps = list(generate_batch(model, [[3], [1, 2, 5], [7, 8]], 3, Sampling(temperature=0), vocab_size=10))
+    assert steps == [[4, None, None], [5, None, 9], [6, 6, 0], [None, 7, 1], [None, 8, None]]
+    assert model.lengths == [1] * 5        # the shortest prompt is read at once, each later place once
+
+
+def test_a_row_ends_at_eod_or_when_it_is_told_to() -> None:
+    steps = generate_batch(Successor(), [[3], [1]], 9, Sampling(temperature=0), vocab_size=10, eod=5)
+    assert next(steps) == [4, 2]
+    assert steps.send(()) == [None, 3]
+    with pytest.raises(StopIteration):
+        steps.send({1})
+
+
+def test_a_row_of_a_batch_does_not_depend_on_the_others() -> None:
+    def rows(prompts: list[list[int]]) -> list[list[int]]:
+        steps = list(generate_batch(Successor(), prompts, 20, Sampling(temperature=5.0), vocab_size=10, seed=3))
+        return [[token for step in steps if (token := step[row]) is not None] for row in range(len(prompts))]
+
+    alone = [rows([prompt])[0] for prompt in ([0], [4, 4, 4], [9, 1])]
+    assert rows([[0], [4, 4, 4], [9, 1]]) == alone
+
+
+@pytest.mark.parametrize("words, parts, expected", [
+    (["stop"], ["a ", "st", "op b"], ["a ", "", ""]),
+    (["stop"], ["a st", "ep", " s"], ["a ", "step", " "]),
+    (["bc", "abcd"], ["xa", "b", "cd"], ["x", "", "a"]),       # the one that ends first counts
+    (["\n\n"], ["a\n", "b\n", "\nc"], ["a", "\nb", ""]),
+    ([], ["a", "b"], ["a", "b"]),
+])
+def test_stop_words_need_not_fall_together_with_tokens(words: list[str], parts: list[str],
+                                                       expected: list[str]) -> None:
+    stop = StopWords(words)
+    assert [stop.push(part) for part in parts] == expected
+
+
+def test_what_was_held_back_comes_when_the_text_ends_by_itself() -> None:
+    stop = StopWords(["stop"])
+    assert stop.push("a sto") == "a " and stop.finish() == "sto" and not stop.found
 
 
 def test_stream_gives_whole_characters_only() -> None:

@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "proof": ("errors", "runtime", "config", "parallel", "data.batch", "data.sampler", "model", "train", "proof"),
     "proof.reference": ("config.schema",),
     "proof.shrink": ("errors", "config", "parallel.heads"),
+    "plan": ("config", "plan"),
     "train": ("errors", "runtime", "config", "parallel", "data", "model", "checkpoint", "train"),
 }
 

@@ -59,8 +59,8 @@ def test_z_loss_adds_the_squared_log_sum_exp() -> None:
 def test_half_precision_follows_fp32(dtype: torch.dtype) -> None:
     x, weight, labels = inputs(dtype)
     loss = linear_loss_sum(x, weight, labels, ONE_RANK, 10, tile=4)
-    wide = [y.detach().float().requires_grad_() for y in (x, weight)]
-    expected = linear_loss_sum(*wide, labels, ONE_RANK, 10, tile=4)
+    wide = tuple(y.detach().float().requires_grad_() for y in (x, weight))
+    expected = linear_loss_sum(wide[0], wide[1], labels, ONE_RANK, 10, tile=4)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)
     for ours, theirs in zip(torch.autograd.grad(loss / 10, (x, weight)), torch.autograd.grad(expected / 10, wide)):

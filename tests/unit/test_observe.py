@@ -40,8 +40,39 @@ def test_the_line_people_grep() -> None:
 
 
 def test_throughput_is_shown_when_asked() -> None:
-    line = log_line(STEP, interval_of(STEP), 100, tflops=12.34)
-    assert "| throughput per GPU (TFLOP/s/GPU): 12.3 | learning rate" in line
+    speed = {"tokens_per_s": 1234.5, "tflops_per_device": 12.34}
+    line = log_line(STEP, interval_of(STEP), 100, speed=speed)
+    assert "| throughput per GPU (TFLOP/s/GPU): 12.3 | tokens per second: 1234 | learning rate" in line
+    line = log_line(STEP, interval_of(STEP), 100, speed=speed | {"mfu": 0.4127, "hfu": 0.55})
+    assert "| tokens per second: 1234 | MFU: 41.3% | HFU: 55.0% | learning rate" in line
+
+
+def test_speed_is_the_same_for_any_split_of_the_sequence(tmp_path: Path) -> None:
+    """Tokens/s of the run; TFLOP/s of a device: sequence-parallel ranks are in the denominator once."""
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --device-peak-tflops 1e-6"
+    found = []
+    for world, layout in ((1, ""), (2, "--ulysses-size 2"), (2, "--tensor-model-parallel-size 2"), (2, "")):
+        run = tiny_run(f"{model} {layout} --recompute-granularity full".split(), world)
+        found.append(Recorder(run, torch.device("cpu"), start_iteration=0, is_writer=False).speed(4, 0.5))
+    # per sequence of 64, forward: 2 x 64 x (4 x 8 x 8 + 2 x 8 x 32 + 97 x 8) + the causal half of 4 x 8 x 64^2
+    layers, output, attention = 2 * 64 * (4 * 8 * 8 + 2 * 8 * 32), 2 * 64 * 97 * 8, 2 * 8 * 64**2
+    flops = 3 * (layers + output + attention)
+    assert found[0]["tokens_per_s"] == 512
+    assert found[0]["tflops_per_device"] == pytest.approx(8 * flops / 1e12)
+    assert found[0]["mfu"] == pytest.approx(8 * flops / 1e6)
+    assert found[0]["hfu"] == pytest.approx(8 * (flops + layers + attention) / 1e6)
+    for other in found[1:]:
+        assert other["tokens_per_s"] == 512 and other["mfu"] == pytest.approx(found[0]["mfu"] / 2)
+
+
+def test_named_validation_sets_are_logged_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = recorder_in(tmp_path)
+    recorder.evaluation({"valid": 2.5, "valid/code": 2.0, "valid/books": 3.0}, 4, 32)
+    recorder.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (row["valid_loss"], row["valid_loss/code"], row["valid_loss/books"]) == (2.5, 2.0, 3.0)
+    assert row["valid_ppl/code"] == pytest.approx(math.exp(2))
+    assert "validation code loss at iteration 4 | lm loss value: 2.000000E+00" in capsys.readouterr().out
 
 
 def test_the_line_averages_over_the_interval_and_leaves_out_skipped_steps() -> None:

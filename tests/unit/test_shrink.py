@@ -9,13 +9,14 @@ from megatron_sp.config.load import load_run
 from megatron_sp.config.schema import Run
 from megatron_sp.proof.shrink import MOST_PROCESSES, TooLargeError, shrink, signature
 
-BASE = ("--seq-length 8192 --train-iters 10 --lr 1e-4 --mock-data --vocab-size 32000 --attention-dropout 0 --hidden-dropout 0 "
-        "--num-layers 24 --hidden-size 4096")
+BASE = ("--seq-length 8192 --lr 1e-4 --mock-data --vocab-size 32000 --attention-dropout 0 "
+        "--hidden-dropout 0 --num-layers 24 --hidden-size 4096")
 HEADS = "--num-attention-heads 32 --num-key-value-heads 8"
 
 
 def run_of(flags: str, world: int) -> Run:
-    return load_run(f"{BASE} {flags}".split(), world)[0]
+    length = "" if "--train-samples" in flags else "--train-iters 10"
+    return load_run(f"{BASE} {length} {flags}".split(), world)[0]
 
 
 @pytest.mark.parametrize(("world", "flags"), [
@@ -35,6 +36,8 @@ def run_of(flags: str, world: int) -> Run:
     (2, f"{HEADS} --ulysses-size 2 --mlp-tile-size 1024 --loss-tile-size 8192"),
     (2, f"{HEADS} --position-embedding-type rope --rotary-percent 0.25 --max-position-embeddings 16384"),
     (16, f"{HEADS} --tensor-model-parallel-size 8 --sequence-parallel"),
+    (8, f"{HEADS} --train-samples 4096 --lr-decay-samples 4000 --lr-warmup-samples 100 "
+        "--rampup-batch-size 8 8 100 --global-batch-size 32"),
 ])
 def test_small_runs_are_the_same_run(world: int, flags: str) -> None:
     run = run_of(flags, world)

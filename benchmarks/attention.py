@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""The exchange around Ulysses attention alone: q, k and v together against one exchange for each.
+
+Two processes (``--ranks``) take each other's shards there and back, forward and backward, without any
+attention between. Shown are the bytes each rank sends to others per direction (counted, and by formula) and
+the medians of time on the clock and of processor time, both ways measured in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def exchange_bytes(tokens: int, heads: int, kv_heads: int, width: int, ranks: int, size: int) -> float:
+    """``(P-1)/P * s/P * d * (2n + 2 g_eff)`` elements per rank and direction, in bytes."""
+    kv = kv_heads if kv_heads >= ranks else ranks
+    return (ranks - 1) / ranks * tokens / ranks * width * (2 * heads + 2 * kv) * size
+
+
+def separately(exchange: Any) -> Callable[..., tuple[Any, ...]]:
+    """Three exchanges, made of the same parts: pack, all-to-all, unpack for each of q, k and v."""
+    import torch
+
+    from megatron_sp.parallel.collectives import all_to_all
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, heads, width = x.shape
+        share, size = heads // exchange.size, exchange.size
+        packed = x.unflatten(2, (size, share)).movedim(2, 0).reshape(heads, batch * tokens * width)
+        exchange.sent.add(packed, [share] * size, exchange.rank)
+        received = all_to_all(packed, [share] * size, [share] * size, exchange.group)
+        received = received.view(size, batch, tokens, share, width).transpose(0, 1)
+        return received.reshape(batch, size * tokens, share, width)
+
+    return lambda q, k, v: (one(q), one(k), one(v))
+
+
+def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[Any]) -> None:
+    """One rank: measure both ways in turn."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_sp.parallel.heads import HeadSplit
+    from megatron_sp.parallel.ulysses import UlyssesExchange
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
+    assert dist.group.WORLD is not None
+    split = HeadSplit.of(arguments.heads, arguments.kv_heads, ulysses=arguments.ranks)
+    exchange = UlyssesExchange(dist.group.WORLD, split)
+    tokens = arguments.seq_length // arguments.ranks
+    q, k, v = (torch.randn(1, tokens, heads, arguments.head_dim, requires_grad=True)
+               for heads in (arguments.heads, arguments.kv_heads, arguments.kv_heads))
+    ways = {"fused": exchange.sequence_to_heads, "three": separately(exchange)}
+
+    def there_and_back(way: Callable[..., tuple[Any, ...]]) -> None:
+        spread = way(q, k, v)
+        o = exchange.heads_to_sequence(spread[0].contiguous())  # of q's shape, as attention's output is
+        (o.sum() + spread[1].sum() + spread[2].sum()).backward()
+
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    sent: dict[str, tuple[int, int]] = {}
+    for turn in range(-2, arguments.repeats):
+        for name, way in ways.items():
+            exchange.sent.forward = exchange.sent.exchanges = 0
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            there_and_back(way)
+            if turn >= 0:
+                times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+            sent[name] = exchange.sent.forward, exchange.sent.exchanges
+    results.put((rank, times, sent))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default, text in (("ranks", 2, "processes"), ("seq-length", 8192, "tokens of the sequence"),
+                                ("heads", 8, "query heads"), ("kv-heads", 8, "key/value heads"),
+                                ("head-dim", 32, "width of a head"), ("repeats", 20, "measured rounds")):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
+    arguments = parser.parse_args()
+    if arguments.heads % arguments.ranks or arguments.kv_heads % arguments.ranks:
+        parser.error(f"--heads {arguments.heads} and --kv-heads {arguments.kv_heads} must be multiples of --ranks "
+                     f"{arguments.ranks} here: the three exchanges know nothing else")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as scratch:
+        processes = [context.Process(target=work, args=(rank, arguments, f"{scratch}/store", results), daemon=True)
+                     for rank in range(arguments.ranks)]
+        for process in processes:
+            process.start()
+        found = sorted((results.get(timeout=600) for _ in processes), key=lambda result: result[0])
+        for process in processes:
+            process.join()
+    formula = exchange_bytes(arguments.seq_length, arguments.heads, arguments.kv_heads, arguments.head_dim,
+                             arguments.ranks, 4)
+    print(f"{arguments.ranks} ranks, sequence {arguments.seq_length}, {arguments.heads} query and {arguments.kv_heads} "
+          f"key/value heads of {arguments.head_dim}, fp32; load {os.getloadavg()[0]:.1f}")
+    print(f"formula: {formula / 1e6:.3f} MB sent per rank and direction (q, k, v there and o back)")
+    print(f"{'':<8}{'exchanges':>10}{'MB sent':>10}{'ms forward+backward':>22}{'of cpu time':>13}")
+    for name in ("fused", "three"):
+        sent, exchanges = found[0][2][name]
+        wall, cpu = (max(statistics.median(pair[index] for pair in times[name]) for _, times, _ in found)
+                     for index in (0, 1))
+        print(f"{name:<8}{exchanges:>10}{sent / 1e6:>10.3f}{1e3 * wall:>22.1f}{1e3 * cpu:>13.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Tools on a checkpoint: generation over tensor-parallel ranks, perplexity by document and position."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_sp.data.indexed_dataset import IndexedDatasetBuilder
+from megatron_sp.errors import UserError
+from megatron_sp.train.restore import load_model, read_config
+from tests.helpers.configs import STYLES
+from tests.helpers.spawn import run_ranks
+from tests.helpers.training import train
+from tools import evaluate, generate_text
+
+STYLE = {name: STYLES[name].replace("--num-query-groups", "--num-key-value-heads") + " --init-method-std 0.3"
+         for name in ("llama", "gpt2")}
+
+
+def checkpoint(directory: Path, style: str) -> Path:
+    flags = f"{STYLE[style]} --train-iters 2 --save {directory} --save-interval 2"
+    assert run_ranks(train, 1, flags) == [""]
+    return directory
+
+
+def run_generate(words: list[str]) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        generate_text.main(words)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_tensor_parallel_ranks_generate_what_one_process_does(tmp_path: Path, style: str) -> None:
+    load = ["--load", str(checkpoint(tmp_path, style)), "--max-new-tokens", "12", "--ignore-eod", "--prompt", "1 2 3 4",
+            "--prompt", "5 6"]
+    for words in (["--greedy"], ["--temperature", "2", "--seed", "5"], ["--greedy", "--no-cache"]):
+        (alone,) = run_ranks(run_generate, 1, [*load, *words])
+        first, silent = run_ranks(run_generate, 2, [*load, *words])
+        assert first == alone and silent == ""
+        assert len(alone.split()) > 20 and len(set(alone.split())) > 6
+
+
+def test_a_model_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="--tensor-model-parallel-size 3 does not divide"):
+        run_ranks(run_generate, 3, ["--load", str(checkpoint(tmp_path, "llama")), "--prompt", "1"])
+
+
+# --- perplexity ------------------------------------------------------------------------------------
+
+LENGTHS = [3, 70, 1, 33, 65, 20, 200]
+
+
+def evaluated(words: list[str]) -> str:
+    """The tool's output, or the user's mistake."""
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            evaluate.main(words)
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return output.getvalue()
+
+
+def plain_losses(load: str, documents: list[list[int]]) -> list[list[float]]:
+    """By one forward of the model and torch's cross-entropy."""
+    run = read_config(Path(load), None)
+    model = load_model(run, Path(load), None)
+    found = []
+    for tokens in documents:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1)[None], torch.zeros(1).long())
+        found.append(torch.nn.functional.cross_entropy(logits[0, :, :97], torch.tensor(tokens[1:]),
+                                                       reduction="none").tolist())
+    return found
+
+
+def on_one_rank(calls: list[tuple[str, object]]) -> list[object]:
+    """Several calls of this module's functions, each of which ends the process group."""
+    import os
+
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name)
+    return [globals()[name](*arguments) for name, arguments in calls]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_perplexity_by_document_and_position(tmp_path: Path, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, prefix, output = str(checkpoint(tmp_path / "save", style)), tmp_path / "data", tmp_path / "out" / "eval.json"
+    random = np.random.default_rng(1)
+    documents = [random.integers(0, 97, size=length).tolist() for length in LENGTHS]
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for document in documents:
+            builder.add_document(document)
+        builder.finalize()
+    read = [document[:65] for document in documents if len(document) > 1]
+    words = ["--load", load, "--data-path", str(prefix), "--output", str(output)]
+    wrong = [[*words, "--num-documents", "0"], [*words, "--min-length", "201"],
+             [*words[:-1], str(tmp_path / "eval.txt")], ["--load", str(tmp_path), *words[2:]],
+             [*words[:3], "nowhere", *words[4:]]]
+    wrong += [[*words, "--seq-length", "65"]] if style == "gpt2" else []
+    ((said, *errors, losses),) = run_ranks(on_one_rank, 1, [
+        ("evaluated", (words,)), *[("evaluated", (bad,)) for bad in wrong], ("plain_losses", (load, read))])
+
+    result = json.loads(output.read_text())
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert [row["length"] for row in result["by_document"]] == [3, 70, 33, 65, 20, 200]
+    assert [row["tokens"] for row in result["by_document"]] == [2, 64, 32, 64, 19, 64]
+    assert [row["loss"] for row in result["by_document"]] == pytest.approx([np.mean(own) for own in losses], rel=1e-5)
+    assert result["loss"] == pytest.approx(np.mean([loss for own in losses for loss in own]), rel=1e-5)
+    for key, chosen in (("by_position", losses), ("by_position_of_long_documents", [losses[i] for i in (1, 3, 5)])):
+        assert [row["tokens_before"] for row in result[key]] == [
+            [1, 1], [2, 3], [4, 7], [8, 15], [16, 31], [32, 63], [64, 64]]
+        for row in result[key]:
+            first, last = row["tokens_before"]
+            parts = [loss for own in chosen for loss in own[first - 1:last]]
+            assert row["loss"] == pytest.approx(np.mean(parts), rel=1e-5) and row["tokens"] == len(parts)
+            assert row["perplexity"] == pytest.approx(np.exp(row["loss"]))
+    assert "6 documents, 245 tokens" in said and "picture: " in said
+    for error, part in zip(errors, ("--num-documents 0", "no document has 201 tokens", "must end in .json",
+                                    "holds no checkpoint", "nowhere", "--seq-length 65 exceeds the model's 64")):
+        assert part in error and "Error: " in error and error.count("\n") <= 1

@@ -1,0 +1,158 @@
+"""What only a GPU can show: its kernels against the reference, half precision, compiled layers, streams.
+
+Small on purpose: all together stay within six minutes on one device, compilation included.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_sp.config.schema import Run
+from megatron_sp.model.attention_core import FlashCore, SDPACore, UnfusedCore, build_core
+from megatron_sp.model.attention_kernels import GPUFlashKernel, PlainKernel, agrees_with_plain
+from megatron_sp.model.build import build_model, kernels_in_words
+from megatron_sp.model.linear_loss import linear_loss_sum
+from megatron_sp.model.norm import rms_norm
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.parallel.tensor import TensorRegion
+from tests.helpers.configs import STYLES, tiny_run
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def qkv(device: torch.device, dtype: torch.dtype, kv_heads: int, s: int = 300) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, s, heads, 64, generator=generator).to(device, dtype).requires_grad_()
+            for heads in (8, kv_heads, kv_heads)]
+
+
+def with_gradients(core: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    o = core(*inputs, causal=True)
+    return [o.detach(), *torch.autograd.grad((o * o.detach().roll(1, 1)).sum(), inputs)]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("name", ["sdpa", "flash"])
+def test_attention_equals_the_fp64_reference(device: torch.device, name: str, kv_heads: int) -> None:
+    half = qkv(device, torch.bfloat16, kv_heads)
+    exact = [x.detach().double().requires_grad_() for x in half]
+    for got, want in zip(with_gradients(build_core(name, dropout=False, device=device), half),
+                         with_gradients(UnfusedCore(), exact)):
+        assert (got.double() - want).norm() < 0.02 * want.norm()
+
+
+def test_fp32_attention_is_fp32(device: torch.device) -> None:
+    single = qkv(device, torch.float32, 2)
+    exact = [x.detach().double().requires_grad_() for x in single]
+    for got, want in zip(with_gradients(SDPACore(), single), with_gradients(UnfusedCore(), exact)):
+        assert (got.double() - want).norm() < 1e-4 * want.norm()
+
+
+def test_the_flash_kernel_of_a_ring_is_in_use(device: torch.device) -> None:
+    kernel = GPUFlashKernel()
+    assert agrees_with_plain(kernel, device), "torch's flash operators changed: a ring falls back to the plain kernel"
+    q, k, v = (x.detach() for x in qkv(device, torch.bfloat16, 2))
+    grad = torch.randn_like(q)
+    o, lse = PlainKernel().forward(q, k, v, True)
+    for got, want in zip(kernel.backward(grad, q, k, v, o, lse, True),
+                         PlainKernel().backward(grad, q, k, v, o, lse, True)):
+        assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
+
+
+def test_flash_says_what_it_is(device: torch.device) -> None:
+    assert "flash attention" in FlashCore(device).description
+    run = tiny_run([*STYLES["llama"].split(), "--bf16", "--attention-core", "flash"])
+    assert "flash attention" in kernels_in_words(run, device)
+
+
+def test_norm_and_loss_equal_the_cpu(device: torch.device) -> None:
+    x, weight = torch.randn(3, 700, 128), torch.randn(128)
+    torch.testing.assert_close(rms_norm(x.to(device), weight.to(device), 1e-5).cpu(), rms_norm(x, weight, 1e-5),
+                               rtol=1e-4, atol=1e-4)
+    region = TensorRegion(mesh=None, group=None, size=1, rank=0, megatron_sp=False)  # type: ignore[arg-type]
+    w, labels = torch.randn(97, 128) / 11, torch.randint(0, 97, (3, 700))
+    want = F.cross_entropy((x @ w.t()).flatten(0, 1), labels.flatten(), reduction="sum")
+    got = linear_loss_sum(x.to(device), w.to(device), labels.to(device), region, 97, tile=256)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1.0)
+
+
+def losses(run: Run, device: torch.device, steps: int = 20) -> list[float]:
+    """Train a tiny model on one repeated batch, through the trainer's own parts."""
+    from megatron_sp.data.batch import Microbatch
+    from megatron_sp.train.forward_backward import build_engine
+    from megatron_sp.train.loss_scale import LossScaler
+    from megatron_sp.train.optimizer import build_optimizer, clip_factor, scale_gradients, squared_norm
+
+    mesh = ParallelMesh.build(run.parallel, device)
+    model = build_model(run, mesh)
+    engine, optimizer, scaler = build_engine(run, model, mesh), build_optimizer(run, model), LossScaler(run.precision)
+    text = torch.randint(0, 97, (4, 65), generator=torch.Generator().manual_seed(0)).to(device)
+    batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(),
+                       torch.arange(64, device=device).expand(4, 64), torch.arange(4), 256)
+    found = []
+    while len(found) < steps:
+        loss = engine.forward_backward([batch], 256 / scaler.scale)
+        norm = float(squared_norm(model, mesh)) ** 0.5
+        is_finite = norm < float("inf")
+        if is_finite:
+            scale_gradients(model, clip_factor(norm / scaler.scale, 1.0) / scaler.scale)
+            optimizer.step()
+            found.append(float(loss) / scaler.scale)
+        optimizer.zero_grad()
+        scaler.update(overflow=not is_finite)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+def test_half_precision_follows_fp32(device: torch.device, precision: str) -> None:
+    """fp16 starts at a loss scale of 2^32 and has to find its own by overflowing."""
+    flags = [*STYLES["llama"].split(), "--lr", "3e-3"]
+    exact, half = losses(tiny_run(flags), device), losses(tiny_run([*flags, precision]), device)
+    assert exact[-1] < exact[0] - 0.5
+    assert half == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16"])
+def test_compiled_layers_compute_the_same(device: torch.device, flags: str) -> None:
+    style = [*STYLES["llama"].split(), *flags.split()]
+    eager, compiled = (losses(tiny_run([*style, *extra]), device, 5) for extra in ([], ["--compile"]))
+    assert compiled == pytest.approx(eager, rel=0.02 if flags else 1e-4)
+
+
+def test_a_copy_stream_runs_beside_computation(device: torch.device, tmp_path: Path) -> None:
+    """Offloading relies on it: a copy from pinned memory and a product take less than one after the other."""
+    host = torch.empty(2**27, dtype=torch.uint8, pin_memory=True)
+    target, matrix = torch.empty_like(host, device=device), torch.randn(6144, 6144, device=device)
+    side = torch.cuda.Stream()
+
+    def seconds(copy: bool, multiply: bool) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        if copy:
+            with torch.cuda.stream(side):
+                target.copy_(host, non_blocking=True)
+        if multiply:
+            for _ in range(4):
+                matrix @ matrix
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    seconds(True, True)
+    copying, multiplying, both = (min(seconds(*what) for _ in range(5))
+                                  for what in ((True, False), (False, True), (True, True)))
+    assert both < 0.9 * (copying + multiplying)
+
+
+def test_long_tensors_pass_int32(device: torch.device) -> None:
+    """More than 2^31 elements through norm and loss give what their last rows give alone."""
+    if torch.cuda.get_device_properties(device).total_memory < 40e9:
+        pytest.skip("needs 40 GB of device memory")
+    x = torch.randn(2**31 // 4096 + 64, 4096, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(4096, device=device, dtype=torch.bfloat16)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5)[-32:], rms_norm(x[-32:].clone(), weight, 1e-5))

@@ -1,0 +1,125 @@
+"""Kernels of other packages are asked for by name and missed by name; compiled layers compute the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_sp.config.checks import check_problems
+from megatron_sp.errors import ConfigError
+from megatron_sp.model.attention_core import build_core
+from megatron_sp.model.attention_kernels import FlashKernel, GPUFlashKernel, PlainKernel, agrees_with_plain
+from megatron_sp.model.build import kernels_in_words
+from megatron_sp.model.kernels import PACKAGES, norm_kernels
+from megatron_sp.model.norm import rms_norm
+from megatron_sp.parallel.random import Dropout
+from tests.helpers.configs import STYLES, tiny_run
+from tests.helpers.spawn import run_ranks
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("choice", ["apex", "liger"])
+def test_a_named_kernel_that_is_not_there_is_a_mistake(choice: str) -> None:
+    with pytest.raises(ConfigError, match=f"--fused-kernels {choice} needs a GPU"):
+        norm_kernels(choice, CPU)
+    with pytest.raises(ConfigError, match=f"--fused-kernels {choice} needs the package {PACKAGES[choice][1][:4]}"):
+        norm_kernels(choice, GPU)
+    assert norm_kernels("auto", GPU) == norm_kernels("torch", CPU)
+
+
+def test_flash_is_refused_without_a_gpu_and_with_dropout() -> None:
+    with pytest.raises(ConfigError, match="--attention-core flash needs a GPU"):
+        build_core("flash", dropout=False, device=CPU)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--compile --hidden-dropout 0.1", "--compile needs --attention-dropout 0"),
+    ("--attention-core flash", "flash computes in half precision"),
+    ("--attention-core flash --bf16 --attention-dropout 0.1", "flash cannot drop attention probabilities"),
+])
+def test_what_kernels_cannot_do_is_said_before_the_start(flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tiny_run([*STYLES["llama"].split(), *flags.split()])
+
+
+def test_one_line_says_what_is_in_use() -> None:
+    run = tiny_run(STYLES["llama"].split())
+    assert check_problems(run) == []
+    assert kernels_in_words(run, CPU) == ("kernels: attention torch's scaled_dot_product_attention; norms torch; "
+                                          "optimizer torch (fused); layers not compiled")
+    dropping = tiny_run([*STYLES["llama"].split(), "--attention-dropout", "0.1"])
+    assert "unfused in query blocks" in kernels_in_words(dropping, CPU)
+
+
+def test_importing_the_model_imports_no_optional_package_and_compiles_nothing() -> None:
+    program = ("import sys, megatron_sp.model.build, megatron_sp.train.trainer; "
+               "print([m for m in ('flash_attn', 'apex', 'liger_kernel', 'triton', 'torch._inductor.compile_fx') "
+               "if m in sys.modules])")
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                          ).stdout.strip() == "[]"
+
+
+def test_a_kernel_is_only_trusted_after_a_trial() -> None:
+    assert agrees_with_plain(PlainKernel(), CPU)
+    assert agrees_with_plain(FlashKernel(), CPU)
+    assert not agrees_with_plain(GPUFlashKernel(), CPU)  # its operators do not run here
+
+    class Wrong(PlainKernel):
+        def forward(self, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+            o, lse = super().forward(*args)  # type: ignore[arg-type]
+            return o, lse + 0.5
+
+    assert not agrees_with_plain(Wrong(), CPU)
+
+
+@pytest.mark.parametrize("shape", [(2, 300, 48), (1, 5, 3, 16)])
+def test_cached_rms_norm_equals_torchs(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+    weight = torch.randn(shape[-1], dtype=torch.float64, generator=generator).requires_grad_()
+    grad = torch.randn(shape, dtype=torch.float64, generator=generator)
+    want = F.rms_norm(x, shape[-1:], weight, 1e-5)
+    got = rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got, (x, weight), grad), torch.autograd.grad(want, (x, weight), grad)):
+        torch.testing.assert_close(a, b)
+
+
+def compiled_against_eager(flags: str) -> float:
+    """Worst relative difference of loss and gradients, fp32."""
+    from megatron_sp.model.build import build_model
+    from megatron_sp.parallel.mesh import ParallelMesh
+
+    found = []
+    for extra in ("", "--compile"):
+        run = tiny_run([*STYLES["llama"].split(), *flags.split(), *extra.split()], torch.distributed.get_world_size())
+        mesh = ParallelMesh.build(run.parallel)
+        model = build_model(run, mesh)
+        share = run.data.seq_length // mesh.size("sp")
+        positions = (torch.arange(share) + mesh.rank("sp") * share).unsqueeze(0)
+        for _ in range(2):  # the second is without compilation
+            model.zero_grad()
+            logits = model(positions % 97, positions, torch.tensor([0]))
+            logits.square().mean().backward()
+        found.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
+    return max(float((a - b).abs().max() / (b.abs().max() + 1e-12)) for a, b in zip(found[1], found[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world, flags", [(1, ""), (2, "--ulysses-size 2 --zero-stage 3"),
+                                          (1, "--recompute-granularity full")])
+def test_compiled_layers_compute_the_same(world: int, flags: str) -> None:
+    assert max(run_ranks(compiled_against_eager, world, flags, timeout=800)) < 1e-4
+
+
+def test_dropout_masks_of_a_long_sequence_are_cheap_to_name() -> None:
+    """A mask per sample, head and query block: naming it must cost little beside drawing it."""
+    dropout = Dropout(0.1, 1234, "0/attention")
+    keep = dropout.keep((512, 64), CPU, 7, 3, 0)
+    assert keep.shape == (512, 64) and torch.equal(keep, dropout.keep((512, 64), CPU, 7, 3, 0))

@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""Perplexity of a trained model by document and by position, so that its use of long context is seen.
+
+``evaluate.py --load DIR --data-path PREFIX --output eval.json`` reads the model from DIR (any layout it was
+trained under) on one process, and documents of PREFIX (preprocessed data). Each document is read from its
+start, up to --seq-length tokens, without anything before it. Written are eval.json and eval.png:
+
+- the loss of every document;
+- the loss by position: of tokens with so many tokens of their document before them. Few documents are long, so
+  the loss of *long documents alone* (those that fill the window) stands beside it: there a curve that keeps
+  falling means that the model uses what is far away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_sp import runtime  # noqa: E402
+from megatron_sp.errors import ConfigError, DataError  # noqa: E402
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from megatron_sp.data.indexed_dataset import IndexedDataset
+    from megatron_sp.model.gpt import GPT
+
+#: Tokens whose logits exist at once.
+TILE = 512
+
+
+@dataclass(frozen=True)
+class DocumentLosses:
+    """Losses (nats) of the tokens of one document after its first, ``[tokens read - 1]``."""
+
+    index: int
+    length: int
+    losses: np.ndarray
+
+
+def choose_documents(lengths: np.ndarray, count: int, least: int) -> list[int]:
+    """Up to ``count`` documents of at least ``least`` tokens (and two), evenly spread over the set.
+
+    Raises:
+        DataError: there are none.
+    """
+    import numpy as np
+
+    fitting = np.flatnonzero(lengths >= max(least, 2))
+    if not len(fitting):
+        raise DataError(f"no document has {max(least, 2)} tokens or more; the longest has "
+                        f"{int(lengths.max(initial=0))}; lower --min-length, or use other data")
+    places = np.linspace(0, len(fitting) - 1, min(count, len(fitting))).round().astype(np.int64)
+    return fitting[places].tolist()
+
+
+def token_losses(model: GPT, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Losses fp32 [t - 1] of the tokens [t] after the first, each given all before it."""
+    import torch
+    from torch.nn import functional as F
+
+    def in_tiles(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[1, t - 1, h], [v, h] -> [1, t - 1]"""
+        parts = []
+        for start in range(0, labels.numel(), TILE):
+            logits = F.linear(x[0, start:start + TILE], weight)[:, :vocab_size].float()
+            parts.append(F.cross_entropy(logits, labels[start:start + TILE], reduction="none"))
+        return torch.cat(parts)[None]
+
+    assert model.output is not None
+    labels, output = tokens[1:], model.output
+
+    class Losses(torch.nn.Module):
+        """The output layer, with losses instead of logits."""
+
+        def forward(self, x: torch.Tensor, tied_weight: torch.Tensor | None = None) -> torch.Tensor:
+            return output(x, tied_weight, in_tiles)
+
+    model.output = Losses()  # type: ignore[assignment]
+    try:
+        with torch.no_grad():
+            positions = torch.arange(labels.numel(), device=tokens.device)[None]
+            return model(tokens[None, :-1], positions, torch.zeros(1, dtype=torch.int64))[0]
+    finally:
+        model.output = output
+
+
+def evaluate(model: GPT, data: IndexedDataset, chosen: list[int], seq_length: int,
+             vocab_size: int) -> list[DocumentLosses]:
+    """Losses of the chosen documents, each cut after ``seq_length`` + 1 tokens."""
+    import numpy as np
+    import torch
+    from tqdm import tqdm
+
+    device = next(model.parameters()).device
+    found = []
+    for index in tqdm(chosen, desc="documents", disable=None):
+        length = int(data.lengths[index])
+        ids = data.get(index, 0, min(length, seq_length + 1)).astype(np.int64)
+        if int(ids.max()) >= vocab_size:
+            raise DataError(f"document {index} has the token id {int(ids.max())}, but the model's vocabulary has "
+                            f"{vocab_size}; the data was preprocessed with another tokenizer")
+        losses = token_losses(model, torch.from_numpy(ids).to(device), vocab_size)
+        found.append(DocumentLosses(index, length, losses.cpu().numpy()))
+    return found
+
+
+def by_position(documents: list[DocumentLosses], seq_length: int) -> list[dict[str, Any]]:
+    """Mean loss by the number of tokens before the predicted one: 1, 2-3, 4-7, 8-15 ..."""
+    import numpy as np
+
+    rows = []
+    start = 1
+    while start <= seq_length:
+        stop = min(2 * start, seq_length + 1)
+        parts = [document.losses[start - 1:stop - 1] for document in documents if len(document.losses) >= start]
+        if not parts:
+            break
+        loss = float(np.concatenate(parts).mean(dtype=np.float64))
+        rows.append({"tokens_before": [start, stop - 1], "tokens": sum(map(len, parts)), "documents": len(parts),
+                     "loss": loss, "perplexity": perplexity(loss)})
+        start = stop
+    return rows
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
+
+
+def report(documents: list[DocumentLosses], seq_length: int) -> dict[str, Any]:
+    """Everything that is written as JSON."""
+    import numpy as np
+
+    tokens = sum(len(document.losses) for document in documents)
+    loss = float(sum(document.losses.sum(dtype=np.float64) for document in documents) / tokens)
+    long = [document for document in documents if len(document.losses) >= seq_length]
+    by_document = [{"document": document.index, "length": document.length, "tokens": len(document.losses),
+                    "loss": (own := float(document.losses.mean(dtype=np.float64))), "perplexity": perplexity(own)}
+                   for document in documents]
+    return {"documents": len(documents), "long_documents": len(long), "seq_length": seq_length, "tokens": tokens,
+            "loss": loss, "perplexity": perplexity(loss), "by_position": by_position(documents, seq_length),
+            "by_position_of_long_documents": by_position(long, seq_length), "by_document": by_document}
+
+
+def draw(result: dict[str, Any], picture: Path, title: str) -> None:
+    """Loss by position, and loss by length of document, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for key, label, style in (("by_position", f"all {result['documents']} documents", "o-"),
+                              ("by_position_of_long_documents",
+                               f"the {result['long_documents']} that fill {result['seq_length']} tokens", "s--")):
+        rows = result[key]
+        if rows:
+            left.plot([math.sqrt(row["tokens_before"][0] * row["tokens_before"][1]) for row in rows],
+                      [row["loss"] for row in rows], style, label=label)
+    left.set(xscale="log", xlabel="tokens of the document before the predicted one", ylabel="loss (nats per token)",
+             title="by position")
+    left.legend()
+    right.plot([row["length"] for row in result["by_document"]], [row["loss"] for row in result["by_document"]], ".")
+    right.axhline(result["loss"], color="gray", linewidth=1, label=f"all tokens: {result['loss']:.4f}")
+    right.set(xscale="log", xlabel="length of the document (tokens)", title="by document")
+    right.legend()
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--load", type=Path, required=True, help="directory of checkpoints (--save of the training)")
+    parser.add_argument("--ckpt-step", type=int, help="load this iteration instead of the newest")
+    parser.add_argument("--data-path", required=True, metavar="PREFIX", help="preprocessed documents")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json",
+                        help="the JSON to write; the picture gets the same name with .png")
+    parser.add_argument("--seq-length", type=int, help="tokens of a document that are read (default: as in training)")
+    parser.add_argument("--num-documents", type=int, default=100,
+                        help="documents, evenly spread over the data (default: %(default)s)")
+    parser.add_argument("--min-length", type=int, default=2, help="only documents of so many tokens (default: all)")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    arguments = build_parser().parse_args(argv)
+    for flag in ("num_documents", "min_length", "seq_length"):
+        value = getattr(arguments, flag)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} {value} must be at least 1")
+    if arguments.output.suffix != ".json":
+        raise ConfigError(f"--output {arguments.output} must end in .json")
+    if runtime.launch_environment().world_size > 1:
+        raise ConfigError("evaluate.py runs on one process; start it without torchrun")
+
+    from megatron_sp.data.indexed_dataset import IndexedDataset
+    from megatron_sp.train.restore import for_device, load_model, read_config
+
+    run = read_config(arguments.load, arguments.ckpt_step)
+    seq_length = arguments.seq_length or run.data.seq_length
+    limit = run.model.max_position_embeddings
+    if run.model.position_embedding_type == "learned_absolute" and seq_length > limit:
+        raise ConfigError(f"--seq-length {seq_length} exceeds the model's {limit} learned positions")
+    data = IndexedDataset(arguments.data_path)
+    chosen = choose_documents(data.lengths, arguments.num_documents, arguments.min_length)
+    model = load_model(for_device(run), arguments.load, arguments.ckpt_step)
+    result = report(evaluate(model, data, chosen, seq_length, run.model.vocab_size), seq_length)
+    runtime.stop()
+    picture = arguments.output.with_suffix(".png")
+    try:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        draw(result, picture, f"{arguments.load} on {arguments.data_path}")
+    except OSError as error:
+        raise DataError(f"--output {arguments.output} cannot be written ({error.strerror}); give another "
+                        "file") from None
+    print(f"{result['documents']} documents, {result['tokens']:,} tokens: loss {result['loss']:.4f}, perplexity "
+          f"{result['perplexity']:.2f}")
+    for row in result["by_position_of_long_documents"] or result["by_position"]:
+        first, last = row["tokens_before"]
+        print(f"  {first:>8,} to {last:>8,} tokens before: loss {row['loss']:.4f} ({row['documents']} documents)")
+    print(f"picture: {picture}")
+
+
+if __name__ == "__main__":
+    runtime.run_program(main)
