@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lint, types and tests, ending in pytest's summary. Makes the environment if it is missing.
 #
-#   bash tests/run.sh                        everything
+#   bash tests/run.sh                        everything but the slow tests: what CI runs
+#   bash tests/run.sh all                    also the slow ones
 #   bash tests/run.sh unit                   one part: unit, distributed, parity or integration
 #   bash tests/run.sh parity-all             300 random layouts against one process; LAYOUTS=n SEED=n choose others
 #   bash tests/run.sh tests/unit/test_x.py -k name    any paths and options of pytest
@@ -15,12 +16,13 @@ cd "$root"
 export OMP_NUM_THREADS=1
 
 arguments=()
+slow=(-m "not slow")
 for word in "$@"; do
     case $word in
-        all) ;;
+        all) slow=() ;;
         unit | distributed | parity | integration) arguments+=("tests/$word") ;;
         parity-all) arguments+=(tests/parity/test_matrix.py --long "${LAYOUTS:-300}" --long-seed "${SEED:-1}") ;;
-        -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) arguments+=("$word") ;;
     esac
 done
@@ -32,5 +34,5 @@ echo "== ruff"
 echo "== mypy"
 "$python" -m mypy || failed=1
 echo "== pytest ${arguments[*]-}"
-"$python" -m pytest ${arguments[@]+"${arguments[@]}"} || failed=$?
+"$python" -m pytest ${slow[@]+"${slow[@]}"} ${arguments[@]+"${arguments[@]}"} || failed=$?
 exit "$failed"

@@ -130,16 +130,16 @@ def main(argv: list[str]) -> None:
             raise ConfigError(f"{flag} {value} must be at least 1")
     environment = runtime.launch_environment()
 
-    from megatron_sp.data.tokenizer import build_tokenizer
     from megatron_sp.model.generate import Sampling
     from megatron_sp.train.restore import for_device, load_model, read_config
+    from megatron_sp.train.setup import choose_tokenizer
 
     run = read_config(arguments.load, arguments.ckpt_step, tp=environment.world_size)
     moved = {name: value for name in ("tokenizer_model", "vocab_file", "merge_file")
              if (value := getattr(arguments, name))}
     run = replace(run, data=replace(run.data, **moved))
     Sampling(arguments.temperature, arguments.top_k, arguments.top_p)  # refuses wrong values before the model is read
-    tokenizer = build_tokenizer(run.data, run.model.vocab_size)
+    tokenizer = choose_tokenizer(run)
     prompts = [tokenizer.encode(prompt) for prompt in arguments.prompt]
     if not all(prompts):
         raise ConfigError("a --prompt has no tokens; give it at least one character")

@@ -266,9 +266,9 @@ class Train:
     manual_gc: bool = flag(False, "Collect Python's garbage on all ranks at the same moments instead of when each "
                                   "likes: before training, around evaluations, every manual-gc-interval iterations.")
     manual_gc_interval: int = flag(0, "Iterations between collections under --manual-gc; 0: none between.")
-    attention_backend: str = flag("auto", "Attention core: auto, sdpa (torch's fused attention), flash (flash attention "
-                                          "4, 3 or 2 as found; GPU, half precision) or unfused (the quadratic "
-                                          "reference).", "--attention-core",
+    attention_backend: str = flag("auto", "Attention core: auto, sdpa (torch's fused attention), flash (flash "
+                                          "attention 4, 3 or 2 as found; GPU, half precision) or unfused (the "
+                                          "quadratic reference).", "--attention-core",
                                   choices=("auto", "sdpa", "flash", "unfused"))
     fused_kernels: str = flag("auto", "Norm kernels: torch's (also auto), apex or liger (GPU).",
                               choices=("auto", "torch", "apex", "liger"))

@@ -111,7 +111,7 @@ class _Rank:
             run.model.position_embedding_type == "rope") else 0
         buffers = 0.0
         if run.parallel.pp > 1:  # torch's stages receive every microbatch, and its gradient, in a buffer of its own
-            ends = (not self.is_first) + (not self.is_last)
+            ends = 2 * self.num_stages - self.is_first - self.is_last
             buffers = ends * self.microbatches * self.layer.x
         return 3 * 8 * t * self.microbatches + t * angles + buffers
 
@@ -139,8 +139,8 @@ class _Rank:
         pipelined = parallel.pp > 1
         ends = (self.output if output else 0) + (self.embedding if w.is_tied and self.is_first else 0)
         fetched = e * self.output if output and self.shard > 1 else 0.0  # the buffer it was fetched in
-        if pipelined:
-            return e * self.parameters + fetched
+        if pipelined:  # they stay from the first microbatch to the last
+            return e * self.parameters
         if parallel.zero_stage < 3:
             return e * (ends + layers * w.layer + (0 if w.is_tied or not layers else self.embedding)) + fetched
         if layer_now:  # this one and the next, which is being fetched
@@ -161,7 +161,8 @@ class _Rank:
         else:
             done_whole = 0
         if not self.is_wrapped:
-            return FP32 * (done + done_whole + working)
+            made = self.parameters if self.microbatches > 1 else done + done_whole  # by the microbatch before
+            return FP32 * (made + working)
         if self.keeps_whole_gradients:
             total = FP32 * self.parameters
             if self.run.parallel.pp == 1:
@@ -240,7 +241,7 @@ class _Rank:
         flight = self.in_flight()
         others = (flight - 1) * sum(on_device)
         if self.run.parallel.pp > 1:
-            others += flight * self.layer.x  # outputs, which the schedule holds
+            others += flight * self.num_stages * self.layer.x  # outputs, which the schedule holds
         unit = max(1, self.num_layers // max(1, len(sets)))
         if self.is_last:
             yield "loss", {"kept activations": sum(on_device) + others, "loss": self._loss(),
@@ -267,11 +268,7 @@ class _Rank:
 
     def _unmade(self) -> float:
         """The output layer's gradients, which ``gradients`` counts as made."""
-        if not self.is_wrapped:
-            return FP32 * self.output
-        if self.keeps_whole_gradients or self.microbatches > 1:
-            return 0.0
-        return FP32 * self.output / self.shard
+        return 0.0 if self.microbatches > 1 else FP32 * self.output / self.shard
 
     def _loss(self) -> float:
         """Final norm's input and output, gradients of x and of the weight, a tile of logits."""

@@ -43,10 +43,15 @@ class StepProfiler:
 
     def after_step(self, iteration: int) -> str:
         """Stop after the last step to profile; a sentence for the log, or ""."""
-        return self.finish(iteration) if iteration >= self.last else ""
+        return self._write(iteration) if iteration >= self.last else ""
 
     def finish(self, iteration: int) -> str:
-        """Write what was recorded, if anything; a sentence for the log, or ""."""
+        """At the end of the run: write what was recorded; a sentence for the log, or ""."""
+        if self.is_wanted and not self._started_at:
+            return f"--profile recorded nothing: none of the steps {self.first} to {self.last} was made"
+        return self._write(iteration)
+
+    def _write(self, iteration: int) -> str:
         if self._profiler is None:
             return ""
         profiler, self._profiler = self._profiler, None

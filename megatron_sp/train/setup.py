@@ -109,8 +109,9 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
         recorder.say(note)
     readers = build_readers(run, tokenizer, mesh, state, recorder)
     num_layers, num_parameters = count_parts(model, mesh)
-    recorder.say(f"model of {num_layers} layers, {num_parameters:,} parameters (vocabulary padded to {run.model.padded_vocab_size:,}); "
-                 f"{run.parallel.world_size} ranks: {layout_in_words(run)}")
+    world = run.parallel.world_size
+    recorder.say(f"model of {num_layers} layers, {num_parameters:,} parameters (vocabulary padded to "
+                 f"{run.model.padded_vocab_size:,}); {world} rank{'s' if world > 1 else ''}: {layout_in_words(run)}")
     recorder.say(kernels_in_words(run, device))
     recorder.progress(f"started at iteration {state.iteration}, {state.consumed_samples} samples")
     return Trainer(run, mesh, model, engine, optimizer, schedule, scaler, readers, state, recorder, signals,

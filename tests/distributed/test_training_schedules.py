@@ -98,7 +98,7 @@ def decays(flags: str) -> list[tuple[float, float]]:
         seen.append((samples, decayed))
         return lr
 
-    Schedule.apply = apply  # type: ignore[method-assign]
+    Schedule.apply = apply  # type: ignore[method-assign, assignment]
     assert train(flags) == ""
     return seen
 

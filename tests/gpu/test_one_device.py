@@ -95,7 +95,7 @@ def losses(run: Run, device: torch.device, steps: int = 20) -> list[float]:
     text = torch.randint(0, 97, (4, 65), generator=torch.Generator().manual_seed(0)).to(device)
     batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(),
                        torch.arange(64, device=device).expand(4, 64), torch.arange(4), 256)
-    found = []
+    found: list[float] = []
     while len(found) < steps:
         loss = engine.forward_backward([batch], 256 / scaler.scale)
         norm = float(squared_norm(model, mesh)) ** 0.5
@@ -115,7 +115,7 @@ def test_half_precision_follows_fp32(device: torch.device, precision: str) -> No
     flags = [*STYLES["llama"].split(), "--lr", "3e-3"]
     exact, half = losses(tiny_run(flags), device), losses(tiny_run([*flags, precision]), device)
     assert exact[-1] < exact[0] - 0.5
-    assert half == pytest.approx(exact, rel=0.03)
+    assert half == pytest.approx(exact, rel=0.05)
 
 
 @pytest.mark.parametrize("flags", ["", "--bf16"])

@@ -17,7 +17,7 @@ from megatron_sp.plan.sizes import Weights
 from tests.helpers.trace import trace_step
 
 TOLERANCE = 0.10
-COMMON = ("--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 8192 --micro-batch-size 1 "
+COMMON = ("--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 4096 --micro-batch-size 1 "
           "--train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 8192 "
           "--attention-dropout 0 --hidden-dropout 0 --eval-iters 0 ")
 GELU = COMMON  # GPT-2 style: LayerNorm, biases, learned positions, tied embeddings
@@ -25,7 +25,7 @@ LLAMA = COMMON + ("--swiglu --normalization RMSNorm --position-embedding-type ro
                   "--untie-embeddings-and-output-weights --ffn-hidden-size 704 ")
 GQA = LLAMA + "--group-query-attention --num-query-groups 2 "
 FULL = "--recompute-granularity full "
-ULYSSES = "--ulysses-size 4 --seq-length 32768 "
+ULYSSES = "--ulysses-size 4 --seq-length 16384 "
 SHORT = "--hidden-size 1024 --seq-length 256 "  # few tokens: the weights decide
 HALF = "--bf16 --normalization LayerNorm "  # RMSNorm in bf16 is one kernel on GPUs only
 
@@ -107,9 +107,9 @@ def test_each_technique_saves_memory_at_length() -> None:
 
 def test_host_memory_is_what_offload_moves() -> None:
     run = resolved(LLAMA + FULL + "--offload-activations")
-    assert predict(run).host == 4 * 8192 * 256 * 4
+    assert predict(run).host == 4 * 4096 * 256 * 4
     half = resolved(LLAMA + FULL + "--offload-activations 0.5")
-    assert predict(half).host == 2 * 8192 * 256 * 4
+    assert predict(half).host == 2 * 4096 * 256 * 4
 
 
 def test_pipeline_takes_the_fullest_rank() -> None:

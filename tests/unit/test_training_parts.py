@@ -84,6 +84,8 @@ def test_a_run_that_ends_early_keeps_what_was_profiled(tmp_path: Path) -> None:
     profiler = StepProfiler(run, 0, CPU)
     profiler.before_step(1)
     assert "rank0_steps_1-1.json.gz" in profiler.finish(1) and profiler.finish(1) == ""
+    assert "none of the steps 1 to 12 was made" in StepProfiler(run, 0, CPU).finish(20)
+    assert StepProfiler(run, 1, CPU).finish(20) == ""
 
 
 def test_a_hash_sees_every_bit_and_every_place() -> None:
