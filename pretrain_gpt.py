@@ -3,10 +3,7 @@
 Flags are Megatron's; ``--help`` lists them. Mistakes in them are reported before torch is imported.
 """
 
-import os
-import sys
 import time
-from typing import NoReturn
 
 from megatron_sp.config.load import load_run
 from megatron_sp.runtime import launch_environment, run_program
@@ -14,7 +11,7 @@ from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.trackers import check_trackers
 
 
-def main(argv: list[str]) -> NoReturn:
+def main(argv: list[str]) -> int:
     started = time.monotonic()
     environment = launch_environment()
     run, notes = load_run(argv, environment.world_size, devices_per_node=environment.local_world_size)
@@ -23,12 +20,7 @@ def main(argv: list[str]) -> NoReturn:
 
     from megatron_sp.train.setup import pretrain
 
-    code = pretrain(run, environment, signals, notes, started=started)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is closed. Threads of torch's process groups outlive them, and one that meets the interpreter while it
-    # shuts down aborts the process ("terminate called without an active exception"): leave without a shutdown.
-    os._exit(code)
+    return pretrain(run, environment, signals, notes, started=started)
 
 
 if __name__ == "__main__":

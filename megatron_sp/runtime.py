@@ -6,8 +6,12 @@ mistake on the command line is reported before anything heavy happens.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -111,9 +115,38 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
     try:
         code = main(sys.argv[1:]) or 0
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        message = f"{type(error).__name__}: {error}"
+        if _is_first_to_say(message):
+            print(message, file=sys.stderr, flush=True)
         code = error.exit_code
     except BrokenPipeError:
         code = 0
+    if "torch" in sys.modules:
+        # Threads of process groups outlive them, and one that meets the interpreter while it shuts down
+        # aborts the process ("terminate called without an active exception"): leave without a shutdown.
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
+
+
+def _is_first_to_say(message: str) -> bool:
+    """Whether no other rank of this launcher said the same in the last minute.
+
+    Most mistakes are seen by all ranks and should be read once; one that a single rank meets (a damaged
+    page of a file, say) must be heard as well. Ranks of a node agree through a file's creation.
+    """
+    if "RANK" not in os.environ:
+        return True
+    digest = hashlib.blake2b(message.encode(), digest_size=8).hexdigest()
+    path = os.path.join(tempfile.gettempdir(), f"megatron_sp-{os.getppid()}-{digest}")
+    try:
+        if os.path.exists(path) and time.time() - os.path.getmtime(path) > 60:
+            os.unlink(path)  # of a launcher long gone whose number came round again
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        return os.environ["RANK"] == "0"
+    return True

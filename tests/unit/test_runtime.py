@@ -35,3 +35,11 @@ def test_a_users_mistake_exits_2_without_a_traceback() -> None:
 def test_importing_the_runtime_does_not_import_torch() -> None:
     code = "import sys, megatron_sp.runtime; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_same_mistake_of_two_ranks_is_printed_once_and_another_ones_too() -> None:
+    rank = ("import os, sys\nos.environ['RANK'] = sys.argv.pop(1)\nfrom megatron_sp.runtime import run_program\n"
+            "from megatron_sp.errors import DataError\ndef main(argv):\n    raise DataError(argv[0])\nrun_program(main)")
+    said = [subprocess.run([sys.executable, "-c", rank, number, message], capture_output=True, text=True).stderr.strip()
+            for number, message in (("1", f"file of {id(rank)}"), ("0", f"file of {id(rank)}"), ("2", f"{id(rank)} too"))]
+    assert said == [f"DataError: file of {id(rank)}", "", f"DataError: {id(rank)} too"]
