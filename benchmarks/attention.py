@@ -65,10 +65,18 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[An
                for heads in (arguments.heads, arguments.kv_heads, arguments.kv_heads))
     ways = {"fused": exchange.sequence_to_heads, "three": separately(exchange)}
 
+    # What attention would give: its output, and the gradients of its inputs, each contiguous.
+    shares = [exchange.num_query[rank], *2 * [exchange.num_kv[rank]]]
+    gradients = [torch.randn(1, arguments.seq_length, heads, arguments.head_dim) for heads in shares]
+    output = torch.randn_like(gradients[0]).requires_grad_()
+    grad_output = torch.randn_like(q)
+
     def there_and_back(way: Callable[..., tuple[Any, ...]]) -> None:
         spread = way(q, k, v)
-        o = exchange.heads_to_sequence(spread[0].contiguous())  # of q's shape, as attention's output is
-        (o.sum() + spread[1].sum() + spread[2].sum()).backward()
+        exchange.heads_to_sequence(output).backward(grad_output)
+        torch.autograd.backward(spread, gradients)
+        for x in (q, k, v, output):
+            x.grad = None
 
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     sent: dict[str, tuple[int, int]] = {}

@@ -28,12 +28,14 @@ class Traced:
         weights: of the shards, before the step.
         peak: the most during forward and backward, weights included, optimizer states not.
         end: after them, gradients included.
+        largest: elements of the largest tensor, and the operator that made it.
         report: what was live at the peak (with ``explain``).
     """
 
     weights: int
     peak: int
     end: int
+    largest: tuple[int, str]
     report: str
 
 
@@ -75,7 +77,7 @@ def trace_here(run: Run, mesh: ParallelMesh, *, explain: bool = False) -> Traced
         weights = tracker.live
         number = run.train.global_batch_size // (run.train.micro_batch_size * run.parallel.dp)
         engine.forward_backward([_microbatch(run) for _ in range(number)], 1.0)
-        return Traced(weights, tracker.peak, tracker.live, tracker.report())
+        return Traced(weights, tracker.peak, tracker.live, tracker.largest, tracker.report())
 
 
 def _microbatch(run: Run) -> Microbatch:

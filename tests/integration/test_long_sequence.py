@@ -30,11 +30,17 @@ CASES = {"all": (RECOMPUTE + LOSS + MLP + GROUPS,
                  {"loss": RECOMPUTE + "--loss-tile-size 8192 " + MLP + GROUPS, "mlp": RECOMPUTE + LOSS + GROUPS,
                   "head groups": RECOMPUTE + LOSS + MLP}),
          "recompute": (RECOMPUTE + LOSS + MLP, {"recompute": LOSS + MLP})}
-SLACK = 1.15
+#: Beside what tensors take: code of the libraries that a tiny model does not touch, kernels' own buffers.
+LIBRARIES = 64 * 2**20
 
 
 def predicted(flags: str) -> int:
     return predict(with_vocab(load_run((MODEL + flags).split(), 1)[0], VOCAB)).total
+
+
+def bound(flags: str) -> float:
+    """The most that a run with these flags may take above start-up."""
+    return 1.1 * predicted(flags) + LIBRARIES
 
 
 def peak(flags: str, directory: Path) -> int:
@@ -50,17 +56,17 @@ def peak(flags: str, directory: Path) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_within_a_bound_that_every_technique_is_needed_for(name: str, tmp_path: Path) -> None:
     flags, without = CASES[name]
-    bound = SLACK * predicted(flags)
     for technique, others in without.items():
-        assert predicted(others) > bound, technique
+        assert predicted(others) > bound(flags), technique
     above = peak(MODEL + flags, tmp_path) - peak(TINY, tmp_path)
-    assert above < bound, f"{above / 2**20:.0f} MiB, bound {bound / 2**20:.0f} MiB"
+    assert above < bound(flags), f"{above / 2**20:.0f} MiB, bound {bound(flags) / 2**20:.0f} MiB"
 
 
+@pytest.mark.slow
 def test_the_measurement_sees_a_technique_switched_off(tmp_path: Path) -> None:
     flags, without = CASES["all"]
     above = peak(MODEL + without["loss"], tmp_path) - peak(TINY, tmp_path)
-    assert above > SLACK * predicted(flags)
+    assert above > bound(flags)
 
 
 def test_example_names_its_command() -> None:
