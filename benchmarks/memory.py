@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""Peak resident memory of a training step against sequence length, for each memory technique, beside the plan.
+
+Each point is a process of its own (with Ulysses two): libraries are loaded, a short step is made (so that
+optimizer states and kernels exist), then one step of the length; what its resident memory grew
+by from before the model was built to the peak is the measurement. Linux, CPU, fp32.
+
+For each technique the slope (bytes a token between the first and the last length) is compared with the
+formulas' (``megatron_sp.plan.memory``), and the peak at the longest with the prediction. Exit status 1 when
+a slope is off by more than 15% or a peak by more than 10%.
+
+Freed memory must leave the process to be seen: ``MALLOC_MMAP_THRESHOLD_`` is set for the processes measured
+(glibc otherwise keeps freed blocks below 32 MiB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_sp.config.load import load_run  # noqa: E402
+from megatron_sp.config.resolve import with_vocab  # noqa: E402
+from megatron_sp.config.schema import Run  # noqa: E402
+from megatron_sp.plan.memory import predict  # noqa: E402
+
+VOCAB = 16000
+MODEL = ("--num-layers 3 --hidden-size 768 --num-attention-heads 12 --group-query-attention --num-query-groups 4 "
+         "--ffn-hidden-size 2048 --swiglu --normalization RMSNorm --position-embedding-type rope "
+         "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+         f"--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --eval-iters 0 "
+         f"--vocab-size {VOCAB} ")
+FULL = "--recompute-granularity full "
+#: Flags and number of processes; {s} is the sequence length. The lengths reach higher where memory is smaller.
+TECHNIQUES: dict[str, tuple[str, int, float]] = {
+    "untiled loss": ("--loss-tile-size {s}", 1, 1.0),
+    "tiled loss": ("", 1, 1.0),
+    "full recompute": (FULL, 1, 2.0),
+    "selective recompute": ("--recompute-granularity selective", 1, 2.0),
+    "first layer recomputed": (FULL + "--recompute-method block --recompute-num-layers 1", 1, 1.0),
+    "offload (to the same memory here)": (FULL + "--offload-activations", 1, 2.0),
+    "full + tiled MLP": (FULL + "--mlp-tile-size 512", 1, 2.0),
+    "full + tiled MLP + 4 head groups": (FULL + "--mlp-tile-size 512 --attention-head-groups 4", 1, 2.0),
+    "full, Ulysses 2, ZeRO 3": (FULL + "--ulysses-size 2 --zero-stage 3", 2, 2.0),
+}
+SHORT = 256
+SLOPE_LIMIT, PEAK_LIMIT = 0.15, 0.10
+
+
+def configuration(flags: str, length: int, world: int) -> Run:
+    return with_vocab(load_run((MODEL + flags.format(s=length) + f" --seq-length {length}").split(), world)[0], VOCAB)
+
+
+def resident(field: str) -> int:
+    """Bytes: VmRSS now or VmHWM, the most since the last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {field} in /proc/self/status")
+
+
+def child(flags: str, length: int) -> dict[str, float]:
+    """One measurement, in a process of its own."""
+    import torch
+
+    from megatron_sp.data.batch import Microbatch
+    from megatron_sp.model.build import build_model
+    from megatron_sp.parallel.layout import SequenceLayout
+    from megatron_sp.parallel.mesh import ParallelMesh
+    from megatron_sp.runtime import launch_environment, start, stop
+    from megatron_sp.train.forward_backward import build_engine
+    from megatron_sp.train.optimizer import build_optimizer, clip_grad_norm
+
+    environment = launch_environment()
+    run = configuration(flags, length, environment.world_size)
+    mesh = ParallelMesh.build(run.parallel, start(run.parallel, environment))
+    (torch.randn(512, 512) @ torch.randn(512, 512)).sum()  # the libraries' code and buffers
+    before = resident("VmRSS")
+    model = build_model(run, mesh)
+    engine, optimizer = build_engine(run, model, mesh), build_optimizer(run, model)
+
+    def step(tokens: int) -> float:
+        positions = torch.from_numpy(SequenceLayout.of(run.parallel, tokens).positions(mesh.rank("sp")))
+        text = torch.randint(0, VOCAB, (1, len(positions) + 1))
+        batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions.unsqueeze(0),
+                           torch.zeros(1, dtype=torch.int64), len(positions))
+        started = time.perf_counter()
+        engine.forward_backward([batch], float(tokens))
+        clip_grad_norm(model, 1.0, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - started
+
+    step(SHORT)
+    Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew
+    seconds = step(length)
+    peak = resident("VmHWM")
+    stop()
+    return {"before": before, "peak": peak, "above": peak - before, "seconds": seconds, "rank": environment.rank}
+
+
+def measure(flags: str, length: int, world: int, scratch: Path) -> dict[str, float]:
+    """Of the rank that takes most.
+
+    Raises:
+        SystemExit: the process failed (its output is shown).
+    """
+    words = [str(Path(__file__)), "--child", flags, "--lengths", str(length), "--json", str(scratch)]
+    launcher = [sys.executable]
+    if world > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    variables = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144",
+                 "MALLOC_ARENA_MAX": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run([*launcher, *words], env={**os.environ, **variables}, text=True, capture_output=True)
+    if done.returncode:
+        sys.exit(f"{flags} at {length} failed:\n{done.stdout}{done.stderr}")
+    found = [json.loads(path.read_text()) for path in scratch.parent.glob(f"{scratch.name}.*")]
+    for path in scratch.parent.glob(f"{scratch.name}.*"):
+        path.unlink()
+    return max(found, key=lambda one: one["above"])
+
+
+def technique(name: str, lengths: list[int], scratch: Path) -> dict[str, Any]:
+    """All points of one technique, and how they compare with the plan."""
+    flags, world, factor = TECHNIQUES[name]
+    points = []
+    for length in (round(factor * length) for length in lengths):
+        plan = predict(configuration(flags, length, world))
+        found = measure(flags, length, world, scratch)
+        predicted = plan.total + plan.host
+        points.append({"length": length, "measured": found["above"], "predicted": predicted,
+                       "resident": found["peak"], "seconds": round(found["seconds"], 1), "moment": plan.moment,
+                       "load": round(os.getloadavg()[0], 1)})
+        print(f"{name:36} {length:6} tokens  measured {found['above'] / 2**20:7.0f} MiB  predicted "
+              f"{predicted / 2**20:7.0f} MiB ({predicted / found['above'] - 1:+.1%})  {found['seconds']:5.1f} s", flush=True)
+    first, last = points[0], points[-1]
+    tokens = last["length"] - first["length"]
+    slopes = [(last[key] - first[key]) / tokens if tokens else 0.0 for key in ("measured", "predicted")]
+    return {"flags": flags, "processes": world, "points": points, "slope_measured": slopes[0],
+            "slope_predicted": slopes[1], "slope_error": slopes[1] / slopes[0] - 1 if slopes[0] else 0.0,
+            "peak_error": last["predicted"] / last["measured"] - 1}
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Measured points and predicted lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    colours = matplotlib.colormaps["tab10"].colors
+    for colour, (name, result) in zip(colours, results.items()):
+        x = [point["length"] for point in result["points"]]
+        axes.plot(x, [point["predicted"] / 2**30 for point in result["points"]], "-", color=colour, linewidth=1)
+        axes.plot(x, [point["measured"] / 2**30 for point in result["points"]], "o", color=colour, label=name)
+    axes.set_xlabel("tokens in the sequence")
+    axes.set_ylabel("GiB above start-up, fullest process")
+    axes.set_title("Peak resident memory of a training step: measured (points) and predicted (lines)", fontsize=10)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 6144], help="(default: %(default)s; "
+                        "twice that where memory is smaller)")
+    parser.add_argument("--only", nargs="+", choices=list(TECHNIQUES), help="these techniques")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/memory.json")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child is not None:
+        found = child(arguments.child, arguments.lengths[0])
+        arguments.json.with_name(f"{arguments.json.name}.{int(found['rank'])}").write_text(json.dumps(found))
+        return
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    results = {name: technique(name, arguments.lengths, arguments.json.with_suffix(".part"))
+               for name in (arguments.only or TECHNIQUES)}
+    arguments.json.write_text(json.dumps({"model": MODEL, "techniques": results}, indent=1))
+    print("\ntechnique                              slope measured  predicted          peak")
+    wrong = []
+    for name, result in results.items():
+        print(f"{name:36}  {result['slope_measured'] / 1024:8.1f} KiB/token {result['slope_predicted'] / 1024:8.1f} "
+              f"({result['slope_error']:+.1%})   {result['peak_error']:+.1%}")
+        if abs(result["slope_error"]) > SLOPE_LIMIT or abs(result["peak_error"]) > PEAK_LIMIT:
+            wrong.append(name)
+    draw(results, arguments.json.with_suffix(".png"))
+    print(f"outside the limits: {', '.join(wrong)}" if wrong else "all within the limits")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
