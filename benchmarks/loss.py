@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Time of the tiled loss beside the unfused one: output layer, cross-entropy and both gradients.
+
+Measured in turn in one process with one thread, so that a busy machine slows both alike; medians of
+processor time are compared. Exit status 1 when tiled / unfused is above ``--limit``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def steps(tokens: int, hidden: int, vocab: int, device_name: str) -> dict[str, Callable[[], float]]:
+    """Each forms the gradients of the same sum of losses."""
+    import torch
+    import torch.nn.functional as F
+
+    from megatron_sp.model.linear_loss import linear_loss_sum
+    from megatron_sp.model.loss import vocab_parallel_loss_sum
+    from megatron_sp.parallel.tensor import TensorRegion
+
+    device = torch.device(device_name)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    region = TensorRegion(mesh=None, group=None, size=1, rank=0, megatron_sp=False)  # type: ignore[arg-type]
+    x = torch.randn(1, tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, hidden, device=device, dtype=dtype).mul_(0.02).requires_grad_()
+    labels = torch.randint(0, vocab, (1, tokens), device=device)
+
+    def timed(loss: Callable[[], torch.Tensor]) -> Callable[[], float]:
+        def run() -> float:
+            x.grad = weight.grad = None
+            value = loss()
+            (value / tokens).backward()
+            return float(value.detach())
+        return run
+
+    return {
+        "unfused (F.linear, F.cross_entropy)": timed(lambda: F.cross_entropy(
+            F.linear(x, weight).flatten(0, 1).float(), labels.flatten(), reduction="sum")),
+        "whole logits, ours": timed(lambda: vocab_parallel_loss_sum(F.linear(x, weight), labels, region, vocab)),
+        "tiled": timed(lambda: linear_loss_sum(x, weight, labels, region, vocab)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--limit", type=float, default=1.3)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    clock = time.process_time if arguments.device == "cpu" else time.perf_counter
+    programs = steps(arguments.tokens, arguments.hidden, arguments.vocab, arguments.device)
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    losses = {name: run() for name, run in programs.items()}  # warm up
+    for _ in range(arguments.repeats):
+        for name, run in programs.items():
+            started = clock()
+            run()
+            seconds[name].append(clock() - started)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    plain, *_, tiled = medians.values()
+    for name, median in medians.items():
+        print(f"{name:38} {median * 1e3:8.0f} ms   {median / plain:5.2f} of unfused   loss {losses[name]:.4f}")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({
+            "tokens": arguments.tokens, "hidden": arguments.hidden, "vocab": arguments.vocab, "seconds": medians,
+            "ratio": tiled / plain, "load": os.getloadavg()[0], "device": arguments.device}, indent=1))
+    print(f"tiled / unfused = {tiled / plain:.2f} (limit {arguments.limit:g})")
+    sys.exit(tiled / plain > arguments.limit)
+
+
+if __name__ == "__main__":
+    main()

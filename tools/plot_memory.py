@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Draw planned memory by component over sequence length, or set the plan beside published measurements.
+
+    python tools/plot_memory.py                          the picture of docs/memory.md
+    python tools/plot_memory.py --gpus 16 --limit 40     other devices
+    python tools/plot_memory.py --published              the table of docs/memory.md (Markdown)
+
+Needs no torch: see ``megatron_sp.plan.memory``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_sp.config.load import load_run  # noqa: E402
+from megatron_sp.config.resolve import with_vocab  # noqa: E402
+from megatron_sp.config.schema import Run  # noqa: E402
+from megatron_sp.plan.memory import COMPONENTS, predict  # noqa: E402
+
+COMMON = ("--position-embedding-type rope --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --mock-data "
+          "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0 --bf16 --zero-stage 3 ")
+GATED = "--swiglu --normalization RMSNorm --untie-embeddings-and-output-weights --group-query-attention "
+LLAMA_8B = GATED + ("--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 "
+                    "--ffn-hidden-size 14336 --vocab-size 128256 ")
+LLAMA_70B = GATED + ("--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --num-query-groups 8 "
+                     "--ffn-hidden-size 28672 --vocab-size 128256 ")
+QWEN_32B = GATED + ("--num-layers 64 --hidden-size 5120 --num-attention-heads 64 --kv-channels 128 "
+                    "--num-query-groups 8 --ffn-hidden-size 25600 --qk-layernorm --vocab-size 151936 ")
+GPT_1B = "--num-layers 24 --hidden-size 2048 --num-attention-heads 64 --kv-channels 32 --vocab-size 50304 "
+GPT_7B = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 50304 "
+FULL = "--recompute-granularity full "
+TILED, OFFLOAD = "--mlp-tile-size 4096 ", "--offload-activations "
+#: The panels of the picture.
+PANELS = {
+    "no technique (loss in one tile)": "--loss-tile-size {s} ",
+    "tiled loss": "",
+    "+ full recompute": FULL,
+    "+ tiled feed-forward layer": FULL + TILED,
+    "+ offload": FULL + TILED + OFFLOAD,
+    "+ 4 head groups": FULL + TILED + OFFLOAD + "--attention-head-groups 4 ",
+}
+COLOURS = ("#5b7ba3", "#8fb0d3", "#c3d5e8", "#7f7f7f", "#e08e45", "#c44e52", "#8c6bb1", "#b0b0b0", "#dddddd")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Published:
+    """A measurement of another system's run (ALST, arXiv 2506.13996, recipes; DeepSpeed-Ulysses, arXiv 2309.14509).
+
+    Attributes:
+        peak: GiB measured on a device, or the GiB of the device where only "it ran" is known.
+        measured: whether ``peak`` is a measurement.
+        kernels: it used a fused SwiGLU, which holds 4 and not 6 widths f at a time.
+        whole_logits: its loss was not tiled; it held 14 bytes a logit, ours holds 6.
+        offload: optimizer on the host; whether the bf16 weights too, the source does not say.
+    """
+
+    name: str
+    flags: str
+    tokens: int
+    gpus: int
+    peak: float
+    measured: bool = True
+    kernels: bool = True
+    whole_logits: bool = False
+    offload: bool = True
+
+
+PUBLISHED = (
+    Published("Llama-8B, 1 x H200, recompute", LLAMA_8B + FULL + "--loss-tile-size {s} ", 65536, 1, 137.4,
+              whole_logits=True),
+    Published("Llama-8B, 1 x H200, + tiled loss", LLAMA_8B + FULL, 300032, 1, 135.0),
+    Published("Llama-8B, 1 x H200, + offload", LLAMA_8B + FULL + OFFLOAD, 650240, 1, 126.8),
+    Published("Llama-8B, 1 x H200, + tiled MLP", LLAMA_8B + FULL + TILED + OFFLOAD, 1200128, 1, 136.2),
+    Published("Llama-8B, 1 x H100, recompute", LLAMA_8B + FULL + "--loss-tile-size {s} ", 32768, 1, 71.9,
+              whole_logits=True),
+    Published("Llama-8B, 8 x H100, all", LLAMA_8B + FULL + TILED + OFFLOAD, 3700000, 8, 80.0, measured=False),
+    Published("Llama-70B, 32 x H100, all", LLAMA_70B + FULL + TILED + OFFLOAD, 4000000, 32, 80.0, measured=False),
+    Published("Llama-70B, 64 x H100, all", LLAMA_70B + FULL + TILED + OFFLOAD, 10000000, 64, 80.0, measured=False),
+    Published("Qwen3-32B, 32 x H100, all", QWEN_32B + FULL + TILED + OFFLOAD, 7000000, 32, 80.0, measured=False),
+    Published("Qwen3-32B, 64 x H100, all", QWEN_32B + FULL + TILED + OFFLOAD, 15000000, 64, 80.0, measured=False),
+    Published("GPT-1.2B, 64 x A100-40", GPT_1B + FULL + "--loss-tile-size {s} ", 1 << 20, 64, 40.0, measured=False,
+              kernels=False, whole_logits=True, offload=False),
+    Published("GPT-7B, 32 x A100-40", GPT_7B + FULL + "--loss-tile-size {s} ", 1 << 18, 32, 40.0, measured=False,
+              kernels=False, whole_logits=True, offload=False),
+)
+
+
+def configuration(flags: str, tokens: int, gpus: int) -> Run:
+    """A resolved run; the length is rounded down to what the devices divide."""
+    tokens = tokens // (gpus * 64) * gpus * 64
+    text = COMMON + flags.format(s=tokens) + f"--seq-length {tokens} --ulysses-size {gpus} "
+    run = load_run(text.split(), gpus)[0]
+    return with_vocab(run, run.model.vocab_size)
+
+
+def as_theirs(case: Published) -> tuple[float, float, float]:
+    """GiB of our plan as it is, with what their system holds differently, and with bf16 weights on the device too."""
+    run = configuration(case.flags, case.tokens, case.gpus)
+    plan = predict(run, device="gpu")
+    parts, tokens = plan.components, run.data.seq_length // case.gpus
+    theirs = float(plan.total)
+    parameters = parts["weights"] / 4 * case.gpus
+    if case.offload:
+        theirs -= parts["weights"] + parts["gradients"] + parts["optimizer states"]
+    if case.whole_logits:
+        theirs += 8 * run.model.padded_vocab_size * tokens
+    elif case.kernels and not run.memory.mlp_tile_size:
+        theirs -= 2 * 2 * run.model.ffn_hidden_size * tokens
+    shard = 2 * parameters / case.gpus if case.offload else 0.0
+    return plan.total / GIB, theirs / GIB, (theirs + shard) / GIB
+
+
+def published_table() -> str:
+    """Markdown."""
+    lines = ["| run | tokens | published | our plan | as they hold it | error | weights on the device | error |",
+             "|---|---|---|---|---|---|---|---|"]
+    for case in PUBLISHED:
+        ours, *theirs = as_theirs(case)
+        shown = f"{case.peak:.1f} GiB" if case.measured else f"ran in {case.peak:.0f}"
+        cells = [f"{value:.1f} | " + (f"{value / case.peak - 1:+.1%}" if case.measured else
+                                      "fits" if value <= case.peak else "does not fit") for value in theirs]
+        lines.append(f"| {case.name} | {case.tokens:,} | {shown} | {ours:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(gpus: int, limit: float, output: Path) -> None:
+    """Stacked components over length, a panel for each set of techniques."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, grid = pyplot.subplots(2, 3, figsize=(13, 7), sharey=True)
+    per_gpu = [1024 * 2**power for power in range(0, 11)]
+    for axes, (title, flags) in zip(grid.flat, PANELS.items()):
+        plans = [predict(configuration(LLAMA_8B + flags, tokens * gpus, gpus), device="gpu") for tokens in per_gpu]
+        x = [tokens * gpus / 1024 for tokens in per_gpu]
+        stacks = [[plan.components[name] / GIB for plan in plans] for name in reversed(COMPONENTS)]
+        axes.stackplot(x, stacks, colors=COLOURS[::-1], labels=list(reversed(COMPONENTS)))
+        axes.axhline(limit, color="black", linewidth=1, linestyle="--")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, limit * 1.5)
+        axes.set_xlim(x[0], x[-1])
+        ticks = [value for value in x if value in (8, 32, 128, 512, 2048, 8192)] or x[::2]
+        axes.set_xticks(ticks, [f"{value:g}K" if value < 1024 else f"{value / 1024:g}M" for value in ticks])
+        longest = longest_length(flags, gpus, limit)
+        axes.set_title(f"{title}\nlongest {longest / 1024:,.0f}K tokens", fontsize=9)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("GiB on a device")
+    for axes in grid[1]:
+        axes.set_xlabel("tokens in the sequence")
+    handles, names = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles[::-1], names[::-1], loc="lower center", ncol=5, frameon=False, fontsize=9)
+    figure.suptitle(f"Planned peak memory, Llama-8B in bf16 on {gpus} devices: --ulysses-size {gpus} --zero-stage 3 "
+                    f"(dashed: {limit:g} GiB)", fontsize=11)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=110)
+
+
+def longest_length(flags: str, gpus: int, limit: float) -> int:
+    """Tokens of the longest sequence whose plan is within 0.93 of the limit (the rest is fragmentation)."""
+    low, high = 0, 1 << 26
+    while high - low > gpus * 1024:
+        middle = (low + high) // 2
+        fits = predict(configuration(LLAMA_8B + flags, max(middle, gpus * 64), gpus), device="gpu").total <= (
+            0.93 * limit * GIB)
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=8, help="devices that share a sequence (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=80.0, metavar="GIB", help="of a device (default: %(default)g)")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/images/memory.png")
+    parser.add_argument("--published", action="store_true", help="print the table instead")
+    arguments = parser.parse_args()
+    if arguments.published:
+        print(published_table())
+        return
+    draw(arguments.gpus, arguments.limit, arguments.output)
+    print(f"wrote {arguments.output}")
+    for name, flags in PANELS.items():
+        print(f"{name:34} {longest_length(flags, arguments.gpus, arguments.limit):>12,} tokens in {arguments.limit:g} GiB")
+
+
+if __name__ == "__main__":
+    main()
