@@ -121,7 +121,8 @@ class Bench:
         peak = peak_tflops(run, self.device)
         flops = sequence_flops(run.model, length)
         plan = predict(run, device="cpu" if self.toy else "gpu")
-        found = {"length": length, "seconds": seconds, "tokens_per_s": length / seconds, "predicted": plan.total}
+        found: dict[str, Any] = {"length": length, "seconds": seconds, "tokens_per_s": length / seconds,
+                                 "predicted": plan.total}
         for causal in ("half", "full"):
             found[f"mfu_{causal}"] = flops.train(causal) / seconds / 1e12 / peak if peak else None
         if not self.toy:
@@ -133,12 +134,15 @@ class Bench:
     def longest(self, shape: str, flags: str, start: int, cap: int) -> dict[str, Any] | None:
         """From the planned length downwards in steps of a tenth until one fits; at most ``cap``, for the time."""
         grain = 64 if self.toy else 4096
+
+        def fits(tokens: int) -> bool:
+            plan = predict(self.run(shape, flags, tokens), device="cpu" if self.toy else "gpu")
+            return tokens <= cap and plan.total < USABLE * self.bytes
+
         length = start
-        device = "cpu" if self.toy else "gpu"
-        while length * 2 <= cap and predict(self.run(shape, flags, length * 2), device=device).total < USABLE * self.bytes:
+        while fits(2 * length):
             length *= 2
-        while length + grain <= cap and predict(
-                self.run(shape, flags, length + grain), device=device).total < USABLE * self.bytes:
+        while fits(length + grain):
             length += grain
         while length >= start and self.left() > 15:
             found = self.step(shape, flags, length, 1)
@@ -156,14 +160,16 @@ def report(results: dict[str, Any]) -> str:
                   "nothing about a GPU. Run `bash benchmarks/gpu.sh` on a machine with one.", ""]
     else:
         lines += [f"{results['device']}, {results['memory_gib']:g} GiB allowed, {results['layers']} layers, bf16, "
-                  f"{results['seconds']:.0f} s in all. MFU counts half of the square of scores (full square in brackets).",
+                  f"{results['seconds']:.0f} s in all. MFU counts half of the scores (in brackets: all).",
                   ""]
-    lines += ["| shape | technique | tokens | s/step | tokens/s | MFU | longest | limited by |", "|---|---|---|---|---|---|---|---|"]
+    lines += ["| shape | technique | tokens | s/step | tokens/s | MFU | longest | limited by |",
+              "|---|---|---|---|---|---|---|---|"]
     for row in results["rows"]:
         step, longest = row["step"] or {}, row["longest"] or {}
         mfu = "-" if not step.get("mfu_half") else f"{step['mfu_half']:.1%} ({step['mfu_full']:.1%})"
-        lines.append(f"| {row['shape']} | {row['technique']} | {step.get('length', '-')} | {step.get('seconds', 0):.2f} | "
-                     f"{step.get('tokens_per_s', 0):,.0f} | {mfu} | {longest.get('length', '-')} | "
+        lines.append(f"| {row['shape']} | {row['technique']} | {step.get('length', '-')} | "
+                     f"{step.get('seconds', 0):.2f} | {step.get('tokens_per_s', 0):,.0f} | {mfu} | "
+                     f"{longest.get('length', '-')} | "
                      f"{longest.get('limited_by', '-')} |")
     return "\n".join(lines) + "\n"
 

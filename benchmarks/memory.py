@@ -131,7 +131,7 @@ def measure(flags: str, length: int, world: int, scratch: Path) -> dict[str, flo
 def technique(name: str, lengths: list[int], scratch: Path) -> dict[str, Any]:
     """All points of one technique, and how they compare with the plan."""
     flags, world, factor = TECHNIQUES[name]
-    points = []
+    points: list[dict[str, Any]] = []
     for length in (round(factor * length) for length in lengths):
         plan = predict(configuration(flags, length, world))
         found = measure(flags, length, world, scratch)
@@ -139,8 +139,9 @@ def technique(name: str, lengths: list[int], scratch: Path) -> dict[str, Any]:
         points.append({"length": length, "measured": found["above"], "predicted": predicted,
                        "resident": found["peak"], "seconds": round(found["seconds"], 1), "moment": plan.moment,
                        "load": round(os.getloadavg()[0], 1)})
+        error = predicted / found["above"] - 1
         print(f"{name:36} {length:6} tokens  measured {found['above'] / 2**20:7.0f} MiB  predicted "
-              f"{predicted / 2**20:7.0f} MiB ({predicted / found['above'] - 1:+.1%})  {found['seconds']:5.1f} s", flush=True)
+              f"{predicted / 2**20:7.0f} MiB ({error:+.1%})  {found['seconds']:5.1f} s", flush=True)
     first, last = points[0], points[-1]
     tokens = last["length"] - first["length"]
     slopes = [(last[key] - first[key]) / tokens if tokens else 0.0 for key in ("measured", "predicted")]
@@ -157,7 +158,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 6))
-    colours = matplotlib.colormaps["tab10"].colors
+    colours = [f"C{index}" for index in range(10)]
     for colour, (name, result) in zip(colours, results.items()):
         x = [point["length"] for point in result["points"]]
         axes.plot(x, [point["predicted"] / 2**30 for point in result["points"]], "-", color=colour, linewidth=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -119,6 +120,10 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
         if _is_first_to_say(message):
             print(message, file=sys.stderr, flush=True)
         code = error.exit_code
+    except KeyboardInterrupt:
+        if _is_first_to_say("interrupted"):
+            print("interrupted", file=sys.stderr, flush=True)
+        code = 128 + signal.SIGINT
     except BrokenPipeError:
         code = 0
     if "torch" in sys.modules:
@@ -137,9 +142,10 @@ def _is_first_to_say(message: str) -> bool:
     Most mistakes are seen by all ranks and should be read once; one that a single rank meets (a damaged
     page of a file, say) must be heard as well. Ranks of a node agree through a file's creation.
     """
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
         return True
-    digest = hashlib.blake2b(message.encode(), digest_size=8).hexdigest()
+    attempt = [os.environ.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+    digest = hashlib.blake2b(" ".join([*attempt, message]).encode(), digest_size=8).hexdigest()
     path = os.path.join(tempfile.gettempdir(), f"megatron_sp-{os.getppid()}-{digest}")
     try:
         if os.path.exists(path) and time.time() - os.path.getmtime(path) > 60:

@@ -128,6 +128,8 @@ def main(argv: list[str]) -> None:
     for flag, value in (("--max-new-tokens", arguments.max_new_tokens), ("--batch-size", arguments.batch_size)):
         if value < 1:
             raise ConfigError(f"{flag} {value} must be at least 1")
+    if not 0 <= arguments.seed < 1 << 63:
+        raise ConfigError(f"--seed {arguments.seed} must be at least 0 and below 2^63")
     environment = runtime.launch_environment()
 
     from megatron_sp.model.generate import Sampling

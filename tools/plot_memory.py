@@ -189,7 +189,8 @@ def main() -> None:
     draw(arguments.gpus, arguments.limit, arguments.output)
     print(f"wrote {arguments.output}")
     for name, flags in PANELS.items():
-        print(f"{name:34} {longest_length(flags, arguments.gpus, arguments.limit):>12,} tokens in {arguments.limit:g} GiB")
+        longest = longest_length(flags, arguments.gpus, arguments.limit)
+        print(f"{name:34} {longest:>12,} tokens in {arguments.limit:g} GiB")
 
 
 if __name__ == "__main__":

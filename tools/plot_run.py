@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.errors import DataError  # noqa: E402
+from megatron_sp.errors import ConfigError, DataError  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 from megatron_sp.train.metrics_file import NAME, read_metrics  # noqa: E402
 
@@ -67,7 +67,7 @@ def read_run(argument: str) -> RunMetrics:
     per_sample = max((row["consumed_tokens"] / row["consumed_samples"] for row in records
                       if row.get("consumed_tokens") and row.get("consumed_samples")), default=0)
     for row in records:  # an evaluation between two logged steps does not say how many tokens went before
-        row.setdefault("consumed_tokens", row.get("consumed_samples", 0) * per_sample)
+        row.setdefault("consumed_tokens", (row.get("consumed_samples") or 0) * per_sample)
     return RunMetrics(name if separator else path.parent.name or path.stem, records)
 
 
@@ -194,6 +194,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
+    if arguments.smooth < 0:
+        raise ConfigError(f"--smooth {arguments.smooth} must be at least 0")
     runs = [read_run(argument) for argument in arguments.runs]
     draw(runs, arguments.output, x=arguments.x, linear=arguments.linear, window=arguments.smooth,
          references=arguments.reference, title=arguments.title)

@@ -158,6 +158,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     flags = build_parser().parse_args(argv)
+    if flags.pp < 1:
+        raise ConfigError(f"--pp {flags.pp} must be at least 1")
     per_rank = flags.stages_per_rank or (2 if flags.schedule in ("interleaved", "zbv", "dualpipev") else 1)
     if per_rank not in STAGES[flags.schedule]:
         raise ConfigError(f"--stages-per-rank {per_rank}: --schedule {flags.schedule} takes "

@@ -40,7 +40,8 @@ WORLD_SIZE = "--world-size"
 
 def read(argv: list[str]) -> tuple[Run, list[str]]:
     """The resolved run of a command line, and the notes on it."""
-    argv, given = list(argv), ""
+    argv, given = [part for word in argv
+                   for part in (word.split("=", 1) if word.startswith(f"{WORLD_SIZE}=") else [word])], ""
     if WORLD_SIZE in argv:
         index = argv.index(WORLD_SIZE)
         given = argv[index + 1] if index + 1 < len(argv) else ""
@@ -84,7 +85,7 @@ def explain(verdict: Verdict) -> None:
 def main(argv: list[str]) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
-        return 0
+        return 0 if argv else 2     # a script whose flags are empty has proven nothing
     started = time.monotonic()
     run, notes = read(argv)
     small = shrink(run)

@@ -69,11 +69,15 @@ def find_checkpoint(directory: str | Path, iteration: int | None = None) -> Path
     """The directory to load: this iteration, else the tracker's; None when there is no tracker.
 
     Raises:
-        CheckpointError: the tracker is unreadable, or the checkpoint is not there or not complete.
+        CheckpointError: the tracker is unreadable, or missing beside checkpoints; or the checkpoint is not there or
+            not complete.
     """
     directory = Path(directory)
     named = iteration if iteration is not None else read_tracker(directory)
     if named is None:
+        if complete_iterations(directory):
+            raise CheckpointError(f"{directory} has checkpoints but no tracker ({TRACKER}); {_choices(directory)}, or "
+                                  "write its number into the tracker. To start afresh take another directory")
         return None
     path = directory / directory_name(named)
     if not (path / MANIFEST).is_file():
@@ -102,8 +106,12 @@ def read_state(path: Path) -> dict[str, Any]:
     """The plain state of a checkpoint: counters, configuration, unpadded vocabulary size.
 
     Raises:
-        CheckpointError: unreadable, or written by a newer version.
+        CheckpointError: damaged, unreadable, or written by a newer version.
     """
+    if (entry := read_manifest(path).get(STATE)) is None:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: it does not list {STATE}; {_choices(path.parent)}")
+    if found := damage(path / STATE, entry):
+        raise CheckpointError(f"{found}; {_choices(path.parent)}")
     state = read_json(path / STATE)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
@@ -119,7 +127,8 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     """
     manifest = read_json(path / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(files, dict) or manifest.get("format") != FORMAT or not all(
+            isinstance(entry, dict) and {"bytes", "crc32"} <= entry.keys() for entry in files.values()):
         raise CheckpointError(f"{path / MANIFEST} is damaged: not a manifest of format {FORMAT}")
     return files
 

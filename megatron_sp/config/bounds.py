@@ -16,10 +16,15 @@ class Bound(NamedTuple):
     def problem(self, value: float) -> str:
         """A sentence fragment when ``value`` is outside, else ""."""
         if self.low is not None and (value < self.low or (self.low_open and value == self.low)):
-            return f"must be {'above' if self.low_open else 'at least'} {self.low:g}"
+            return f"must be {'above' if self.low_open else 'at least'} {_text(self.low)}"
         if self.high is not None and (value > self.high or (self.high_open and value == self.high)):
-            return f"must be {'below' if self.high_open else 'at most'} {self.high:g}"
+            return f"must be {'below' if self.high_open else 'at most'} {_text(self.high)}"
         return ""
+
+
+def _text(limit: float) -> str:
+    """Whole numbers with all their digits."""
+    return f"{limit:.0f}" if limit == int(limit) else f"{limit:g}"
 
 
 POSITIVE_INT = Bound(low=1)
@@ -42,7 +47,7 @@ BOUNDS: dict[str, Bound] = {
     **_bounds(SHARE, "model", "attention_dropout hidden_dropout"),
     **_bounds(POSITIVE_INT, "parallel", "tp pp ulysses ring fsdp_size sequence_split devices_per_node"),
     "parallel.zero_stage": Bound(low=0, high=3),
-    "parallel.distributed_timeout_minutes": POSITIVE,
+    "parallel.distributed_timeout_minutes": Bound(low=0, high=525_600, low_open=True),  # a year
     **_bounds(POSITIVE, "precision", "loss_scale initial_loss_scale min_loss_scale"),
     **_bounds(POSITIVE_INT, "precision", "loss_scale_window hysteresis"),
     "data.seq_length": POSITIVE_INT,
@@ -58,7 +63,8 @@ BOUNDS: dict[str, Bound] = {
     **_bounds(POSITIVE_INT, "train", "micro_batch_size global_batch_size train_iters train_samples train_tokens "
               "exit_interval eval_interval"),
     "train.exit_duration_in_mins": POSITIVE,
-    **_bounds(NOT_NEGATIVE, "train", "seed eval_iters"),
+    "train.seed": Bound(low=0, high=2**32 - 1),  # numpy's
+    "train.eval_iters": NOT_NEGATIVE,
     "train.rampup_batch_size": POSITIVE_INT,
     **_bounds(NOT_NEGATIVE, "train", "check_replicas manual_gc_interval"),
     **_bounds(POSITIVE_INT, "memory", "recompute_num_layers loss_tile_size mlp_tile_size attention_head_groups"),

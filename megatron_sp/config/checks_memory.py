@@ -12,6 +12,11 @@ def check_memory(run: Run) -> list[str]:
     if memory.offload_activations > 0 and not memory.recompute_granularity:
         found.append(f"--offload-activations {memory.offload_activations:g} moves the inputs of recomputed layers; add "
                      "--recompute-granularity full or selective.")
+    tied = not run.model.untie_embeddings_and_output_weights
+    if memory.offload_optimizer and parallel.pp > 1 and tied:
+        found.append("--offload-optimizer keeps gradients in host memory, where the two copies of a tied embedding of "
+                     f"--pipeline-model-parallel-size {parallel.pp} cannot be summed; add "
+                     "--untie-embeddings-and-output-weights or leave --offload-optimizer out.")
     groups, heads = memory.attention_head_groups, run.model.num_attention_heads // max(parallel.tp, 1)
     if groups > 1 and parallel.ulysses * groups > heads > 0:
         found.append(f"--attention-head-groups {groups}: each group needs a head for each of the --ulysses-size "

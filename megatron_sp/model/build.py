@@ -105,7 +105,7 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
     """
     region = TensorRegion.of(mesh, run.parallel.megatron_sp)
     model = assemble(run, stage, mesh, region, dtype)
-    sharding = ZeroSharding(run.parallel, run.precision, mesh)
+    sharding = ZeroSharding(run.parallel, run.precision, mesh, offload=run.memory.offload_optimizer)
     is_tied = not run.model.untie_embeddings_and_output_weights
 
     def materialise(module: nn.Module, name: str) -> None:

@@ -20,24 +20,30 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megatron_sp.config.schema import Parallel, Precision
 from megatron_sp.parallel.mesh import ParallelMesh
 
 
 class ZeroSharding:
-    """Wraps the parts of a model, innermost first, then the model itself."""
+    """Wraps the parts of a model, innermost first, then the model itself.
 
-    def __init__(self, parallel: Parallel, precision: Precision, mesh: ParallelMesh):
+    Args:
+        offload: master weights, gradients and optimizer states live in host memory; weights are fetched to
+            be gathered, and the optimizer computes on the host.
+    """
+
+    def __init__(self, parallel: Parallel, precision: Precision, mesh: ParallelMesh, *, offload: bool = False):
         self.mesh = mesh.weights["replicate", "shard"]
         self.drop_after_forward = parallel.zero_stage == 3
         self.policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if precision.dtype != "float32":
             reduce = torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32
             self.policy = MixedPrecisionPolicy(getattr(torch, precision.dtype), reduce, cast_forward_inputs=False)
+        self.offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
         # One rank in fp32 has nothing to shard, to sum or to cast.
-        self.is_needed = mesh.size("fsdp") > 1 or precision.dtype != "float32"
+        self.is_needed = mesh.size("fsdp") > 1 or precision.dtype != "float32" or offload
 
     def wrap(self, modules: nn.Module | Sequence[nn.Module], *, keep: bool = False) -> None:
         """Shard these modules' parameters as one unit.
@@ -49,7 +55,8 @@ class ZeroSharding:
             return
         drop = self.drop_after_forward and not keep
         unit = modules if isinstance(modules, nn.Module) else list(modules)
-        fully_shard(unit, mesh=self.mesh, mp_policy=self.policy, reshard_after_forward=drop)
+        fully_shard(unit, mesh=self.mesh, mp_policy=self.policy, offload_policy=self.offload,
+                    reshard_after_forward=drop)
         for module in [unit] if isinstance(unit, nn.Module) else unit:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -72,7 +72,8 @@ class _Rank:
         self.is_first, self.is_last = 0 in numbers, len(stages) - 1 in numbers
         parallel = run.parallel
         self.shard = 1 if parallel.zero_stage == 0 else (parallel.fsdp_size or parallel.fsdp)
-        self.is_wrapped = parallel.fsdp > 1 or run.precision.dtype != "float32"
+        self.offloads = run.memory.offload_optimizer
+        self.is_wrapped = parallel.fsdp > 1 or run.precision.dtype != "float32" or self.offloads
         self.microbatches = max(1, run.train.global_batch_size // (run.train.micro_batch_size * parallel.dp))
 
     # ---------------------------------------------------------------- states
@@ -97,8 +98,8 @@ class _Rank:
         fixed = {"weights": FP32 * self.parameters / self.shard,
                  "optimizer states": states * FP32 * self.parameters / self.shard if self.counts_optimizer else 0,
                  "fixed": FIXED[self.device]}
-        if self.run.memory.offload_optimizer:
-            host += sum(fixed[name] for name in ("weights", "optimizer states"))
+        if self.offloads:  # the shards' gradients too
+            host += fixed["optimizer states"] + 2 * fixed["weights"]
             fixed["weights"] = fixed["optimizer states"] = 0
         for moment, parts in self.moments():
             found = fixed | parts | {"other": self._other()}
@@ -168,7 +169,7 @@ class _Rank:
             if self.run.parallel.pp == 1:
                 total += e * working
             return total + FP32 * max(working, previous)
-        sharded = FP32 * (self.parameters if self.microbatches > 1 else done) / self.shard
+        sharded = FP32 * (self.parameters if self.microbatches > 1 else done) / self.shard * (not self.offloads)
         return sharded + self._reduction() * working + FP32 * previous + e * done_whole
 
     def _reduction(self) -> float:
@@ -195,7 +196,7 @@ class _Rank:
         return layer.x + layer.attention + layer.mlp
 
     def layer_sets(self) -> list[tuple[float, float]]:
-        """For each layer (or unit) of this rank in order: bytes kept, and bytes at its backward, both with its input."""
+        """For each layer (or unit) of this rank: bytes kept, and bytes at its backward, both with its input."""
         memory, layer = self.run.memory, self.layer
         kept, work = self.kept()
         unit = memory.recompute_num_layers if (
@@ -268,7 +269,7 @@ class _Rank:
 
     def _unmade(self) -> float:
         """The output layer's gradients, which ``gradients`` counts as made."""
-        return 0.0 if self.microbatches > 1 else FP32 * self.output / self.shard
+        return 0.0 if self.microbatches > 1 or self.offloads else FP32 * self.output / self.shard
 
     def _loss(self) -> float:
         """Final norm's input and output, gradients of x and of the weight, a tile of logits."""

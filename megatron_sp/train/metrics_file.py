@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_sp.errors import ConfigError
+
 NAME = "metrics.jsonl"
 
 
@@ -21,13 +23,17 @@ class MetricsFile:
 
     def __init__(self, directory: str | Path, start_iteration: int):
         self.path = Path(directory) / NAME
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            if start_iteration:
-                _keep_rows_until(self.path, start_iteration)
-            else:
-                os.replace(self.path, _free_name(self.path))
-        self._file: TextIO = self.path.open("a")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                if start_iteration:
+                    _keep_rows_until(self.path, start_iteration)
+                else:
+                    os.replace(self.path, _free_name(self.path))
+            self._file: TextIO = self.path.open("a")
+        except OSError as error:
+            raise ConfigError(f"{self.path.absolute()} cannot be written ({error.strerror}); give --save a directory "
+                              "with write permission, or start in one") from None
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row; numbers that are not finite become null."""

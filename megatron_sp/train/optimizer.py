@@ -88,7 +88,7 @@ def squared_norm(model: nn.Module, mesh: ParallelMesh, *, of_gradients: bool = T
         by_copies.setdefault(num_copies(p, mesh), []).append(local_part(value))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for copies, tensors in by_copies.items():
-        total += _squared_norm_of(tensors) / copies
+        total += (_squared_norm_of(tensors) / copies).to(total.device)  # offloaded ones are on the host
     return total
 
 
@@ -113,7 +113,7 @@ def num_zeros(model: nn.Module, mesh: ParallelMesh) -> torch.Tensor:
     for _, p in own_parameters(model):
         assert p.grad is not None
         part = local_part(p.grad)
-        total += (part.numel() - part.count_nonzero()).double() / num_copies(p, mesh)
+        total += ((part.numel() - part.count_nonzero()).double() / num_copies(p, mesh)).to(total.device)
     return total
 
 

@@ -14,7 +14,7 @@ from megatron_sp.config.resolve import with_vocab
 from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_sp.errors import CheckpointError
+from megatron_sp.errors import CheckpointError, ConfigError
 from megatron_sp.runtime import Environment, start, stop
 from megatron_sp.train.batch_size import BatchSize
 from megatron_sp.train.observe import Recorder
@@ -69,8 +69,12 @@ def publish(run: Run, notes: Sequence[str]) -> None:
             print(f"  {section + '.' + name:.<52} {value}")
     if run.checkpoint.save:
         directory = Path(run.checkpoint.save)
-        directory.mkdir(parents=True, exist_ok=True)
-        write_durably(directory / CONFIG, json.dumps(values, indent=1))
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_durably(directory / CONFIG, json.dumps(values, indent=1))
+        except OSError as error:
+            raise ConfigError(f"--save {directory} cannot be written ({error.strerror}); give a directory with write "
+                              "permission and free space") from None
 
 
 def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSignals, *, started: float) -> Trainer:

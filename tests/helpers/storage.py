@@ -92,7 +92,8 @@ class StorageTracker(TorchDispatchMode):
 
     def report(self, least: int = 1 << 20) -> str:
         """What was live at the peak, largest first (with ``explain``)."""
-        return "\n".join(f"{size / 2**20:10.1f} MiB  {key}" for key, size in self.at_peak.most_common() if size >= least)
+        lines = [f"{size / 2**20:10.1f} MiB  {key}" for key, size in self.at_peak.most_common() if size >= least]
+        return "\n".join(lines)
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

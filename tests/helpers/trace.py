@@ -82,7 +82,7 @@ def trace_here(run: Run, mesh: ParallelMesh, *, explain: bool = False) -> Traced
 
 def _microbatch(run: Run) -> Microbatch:
     size, tokens = run.train.micro_batch_size, run.data.seq_length // run.parallel.sp
-    tensors = [torch.zeros(size, tokens, dtype=torch.int64) for _ in range(3)]
+    text, labels, positions = (torch.zeros(size, tokens, dtype=torch.int64) for _ in range(3))
     with unset_fake_temporarily():
         ids = torch.arange(size)
-    return Microbatch(*tensors, ids, size * tokens)
+    return Microbatch(text, labels, positions, ids, size * tokens)

@@ -63,6 +63,31 @@ def test_a_tracker_that_points_nowhere(tmp_path: Path) -> None:
         files.find_checkpoint(tmp_path, 5)
 
 
+def test_a_lost_tracker_beside_checkpoints_is_no_fresh_start(tmp_path: Path) -> None:
+    build(tmp_path, 4)
+    (tmp_path / files.TRACKER).unlink()
+    with pytest.raises(CheckpointError, match="no tracker.*complete checkpoints here: 4; choose one with --ckpt-step"):
+        files.find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("harm", [("config", "confih"), ('"format": 1', '"format": 2'), ("4", "5")])
+def test_a_damaged_state_is_called_damaged(tmp_path: Path, harm: tuple[str, str]) -> None:
+    building = files.start_building(tmp_path, 4)
+    files.write_durably(building / files.STATE, '{"format": 1, "config": {"model": {"num_layers": 4}}}')
+    path = files.finish_building(building, 4, {files.STATE: files.describe(building / files.STATE)})
+    assert files.read_state(path)["format"] == 1
+    (path / files.STATE).write_text((path / files.STATE).read_text().replace(*harm))
+    with pytest.raises(CheckpointError, match="checksum differs from the manifest"):
+        files.read_state(path)
+
+
+def test_a_manifest_with_foreign_entries_is_damaged(tmp_path: Path) -> None:
+    path = build(tmp_path, 4)
+    (path / files.MANIFEST).write_text('{"format": 1, "files": {"state.json": 5}}')
+    with pytest.raises(CheckpointError, match="is damaged: not a manifest"):
+        files.read_manifest(path)
+
+
 def test_strange_names_in_the_directory_are_ignored(tmp_path: Path) -> None:
     build(tmp_path, 4)
     for name in ("iter_abc", "iter_0000009", "iter_12.old", "notes.txt"):

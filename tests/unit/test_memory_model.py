@@ -79,6 +79,14 @@ def test_within_a_tenth_of_the_trace(name: str) -> None:
     assert plan.total + plan.host == pytest.approx(traced.peak, rel=TOLERANCE), (plan.moment, plan.components)
 
 
+def test_offloaded_optimizer_states_leave_the_device() -> None:
+    """A trace on the CPU sees both memories; the host's figure is its own peak, so their sum is a bound."""
+    run = resolved(LLAMA + FULL + "--zero-stage 3 --offload-optimizer", 4)
+    traced, plan = trace_step(run), predict(run, optimizer=False)
+    assert plan.components["weights"] == 0 and plan.host == 2 * traced.weights
+    assert traced.peak <= plan.total + plan.host <= 1.15 * traced.peak
+
+
 def test_components_add_up_and_are_named() -> None:
     plan = predict(resolved(LLAMA))
     assert tuple(plan.components) == COMPONENTS

@@ -22,7 +22,8 @@ from tests.helpers.trace import trace_step
 from tests.unit.test_memory_model import COMMON, FULL, GQA, resolved
 
 LENGTH = 2048
-SMALL = f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 192 --seq-length {LENGTH} --loss-tile-size 64 "
+SMALL = (f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 192 --seq-length {LENGTH} "
+         "--loss-tile-size 64 ")
 ONE_RANK = TensorRegion(mesh=None, group=None, size=1, rank=0, megatron_sp=False)  # type: ignore[arg-type]
 
 
@@ -129,8 +130,8 @@ def _available() -> int:
 
 def resident_memory_over_steps(steps: int) -> list[int]:
     """On a rank: bytes resident after every tenth step of a tiny model, from the fiftieth on."""
-    from megatron_sp.proof.steps import batch, local_microbatches
     from megatron_sp.model.build import build_model
+    from megatron_sp.proof.steps import batch, local_microbatches
     from megatron_sp.train.forward_backward import build_engine
     from megatron_sp.train.optimizer import build_optimizer, clip_grad_norm
     from tests.helpers.configs import Case

@@ -1,5 +1,6 @@
 """What the launcher says, and how programs end."""
 
+import os
 import subprocess
 import sys
 
@@ -43,3 +44,20 @@ def test_the_same_mistake_of_two_ranks_is_printed_once_and_another_ones_too() ->
     said = [subprocess.run([sys.executable, "-c", rank, number, message], capture_output=True, text=True).stderr.strip()
             for number, message in (("1", f"file of {id(rank)}"), ("0", f"file of {id(rank)}"), ("2", f"{id(rank)} too"))]
     assert said == [f"DataError: file of {id(rank)}", "", f"DataError: {id(rank)} too"]
+
+
+@pytest.mark.parametrize("variables", [
+    [{"RANK": "0", "WORLD_SIZE": "1"}] * 2,
+    [{"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": str(count)} for count in range(2)]])
+def test_the_same_mistake_in_the_next_attempt_is_said_again(variables: list[dict[str, str]]) -> None:
+    code = ("from megatron_sp.runtime import run_program\nfrom megatron_sp.errors import DataError\n"
+            f"def main(argv):\n    raise DataError('file {id(variables)} is missing')\nrun_program(main)")
+    for attempt in variables:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | attempt)
+        assert done.returncode == 2 and done.stderr.strip() == f"DataError: file {id(variables)} is missing"
+
+
+def test_an_interrupt_leaves_no_traceback() -> None:
+    code = "from megatron_sp.runtime import run_program\ndef main(argv):\n    raise KeyboardInterrupt\nrun_program(main)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr.strip() == "interrupted"

@@ -1,0 +1,34 @@
+"""Places that cannot be written, and numbers no library takes: one sentence, not a traceback."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_sp.config.flags import parse
+from megatron_sp.errors import ConfigError
+from megatron_sp.train.metrics_file import MetricsFile
+from megatron_sp.train.setup import publish
+from tests.helpers.configs import STYLES, tiny_run
+
+
+def test_a_save_directory_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = tiny_run(STYLES["llama"].split())
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="--save .* cannot be written .*; give a directory"):
+            publish(replace(run, checkpoint=replace(run.checkpoint, save=str(place))), ())
+
+
+def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="metrics.jsonl cannot be written .*; give --save"):
+        MetricsFile(tmp_path / "file", 0)
+
+
+@pytest.mark.parametrize("flag, value, limit", [("--seed", "4294967296", "at most 4294967295"),
+                                                ("--distributed-timeout-minutes", "1e30", "at most 525600")])
+def test_numbers_that_no_library_takes(flag: str, value: str, limit: str) -> None:
+    assert any(flag in problem and limit in problem for problem in parse([flag, value]).problems)
