@@ -55,6 +55,13 @@ def changed(saved: dict[str, Any], run: Run) -> list[str]:
             effect = "; the order of the data changes with it" if name in ("seed", "split", "data_path") else ""
             lines.append(f"{flag_name(section, name)} is {_shown(mine)}, "
                          f"was {_shown(theirs)} in the checkpoint{effect}")
+    before, now = saved["train"], run.train
+    lengths = [f"{flag_name('train', name)} {before.get(name, 0)} -> {getattr(now, name)}"
+               for name in ("train_iters", "train_samples") if before.get(name, 0) != getattr(now, name)]
+    if lengths and not run.data.mock_data:
+        lines.append(f"the run has another length than the checkpoint's ({', '.join(lengths)}); the shuffle depends "
+                     "on how many epochs a run asks for: where that number changes, samples "
+                     "already seen may come again and others later. Plan the final length from the start to avoid it")
     return lines
 
 

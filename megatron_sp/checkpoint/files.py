@@ -110,8 +110,8 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     if (entry := read_manifest(path).get(STATE)) is None:
         raise CheckpointError(f"{path / MANIFEST} is damaged: it does not list {STATE}; {_choices(path.parent)}")
-    if found := damage(path / STATE, entry):
-        raise CheckpointError(f"{found}; {_choices(path.parent)}")
+    if harm := damage(path / STATE, entry):
+        raise CheckpointError(f"{harm}; {_choices(path.parent)}")
     state = read_json(path / STATE)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__

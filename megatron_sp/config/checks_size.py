@@ -89,7 +89,7 @@ def check_sequence(run: Run) -> list[str]:
     if step < 1 or length < 1 or length % step == 0:
         return []
     said = " x ".join(f"{flag} {size}" for flag, size in shares.items() if size > 1)
-    return [f"--seq-length {length} does not divide over {step} ranks ({said}); the nearest valid lengths are "
+    return [f"--seq-length {length} does not divide into {step} parts ({said}); the nearest valid lengths are "
             f"{either(nearest_multiples(length, step))}."]
 
 

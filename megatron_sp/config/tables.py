@@ -81,7 +81,7 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--keep-last": (0, "its meaning is not known"),
     "--recompute-lgd": (0, "use --recompute-granularity full to recompute activations"),
     "--pp-partition-method": (1, "embedding and loss are counted when layers are split over stages"),
-    "--account-for-embedding-in-pipeline-split": (0, "embedding and loss are counted when layers are split over stages"),
+    "--account-for-embedding-in-pipeline-split": (0, "embedding and loss are counted when layers are split"),
     "--account-for-loss-in-pipeline-split": (0, "embedding and loss are counted when layers are split over stages"),
     "--microbatch-group-size-per-virtual-pipeline-stage": (1, "it tunes interleaved pipelines only"),
 }

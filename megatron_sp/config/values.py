@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 QUOTES = "'\""
@@ -71,10 +72,14 @@ def parse_choice(text: str, choices: Sequence[str], synonyms: dict[str, str] | N
 
 
 def parse_words(texts: Sequence[str]) -> tuple[str, ...]:
-    """Words of a list-valued flag; an element that holds several words (a quoted "1.0 P") is split."""
+    """Words of a list-valued flag; an element that holds several words (a quoted "1.0 P") is split.
+
+    An element that names a token file as it is (``TEXT.idx`` exists) is one word, blanks and all.
+    """
     words: list[str] = []
     for text in texts:
-        words += [strip_quotes(word) for word in strip_quotes(text).split()]
+        whole = strip_quotes(text)
+        words += [whole] if os.path.exists(whole + ".idx") else [strip_quotes(word) for word in whole.split()]
     return tuple(word for word in words if word)
 
 

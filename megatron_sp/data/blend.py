@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_sp.config.values import parse_words
 from megatron_sp.data.gpt_dataset import Dataset, check_window
 from megatron_sp.data.index_cache import Arrays, IndexCache
 from megatron_sp.errors import DataError
@@ -39,7 +40,7 @@ def parse_data_path(arguments: Sequence[str], flag: str = "--data-path") -> Blen
     Raises:
         DataError: nothing given, or weights that make no sense.
     """
-    words = [word for argument in arguments for word in argument.split()]
+    words = list(parse_words(arguments))
     if not words:
         raise DataError(f"{flag} is empty; give dataset prefixes, or weights and prefixes in turn.")
     numbers = [_number(word) for word in words[::2]]

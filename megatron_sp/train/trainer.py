@@ -218,8 +218,9 @@ class Trainer:
         self.save()
         raise TrainingError(
             f"iteration {self.state.iteration}: the last {self.state.skipped_in_a_row} steps changed nothing, their "
-            f"loss or gradients were not finite at loss scale {self.scaler.scale:g}. Lower --lr, use --bf16 instead of "
-            "--fp16, or go back to an earlier checkpoint with --ckpt-step")
+            f"loss or gradients were not finite at loss scale {self.scaler.scale:g}. Lower --lr, "
+            f"{'use --bf16 instead of --fp16, ' if self.run.precision.fp16 else ''}"
+            "or go back to an earlier checkpoint with --ckpt-step")
 
     def _note_stop(self, totals: Totals) -> None:
         if totals.stop:

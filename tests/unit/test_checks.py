@@ -96,7 +96,7 @@ def test_messages_use_the_users_spelling():
 
 def test_sequence_divides():
     problem = one("--seq-length 130 --ulysses-size 4", world=4)
-    assert problem == ("--seq-length 130 does not divide over 4 ranks (--ulysses-size 4); the nearest valid lengths "
+    assert problem == ("--seq-length 130 does not divide into 4 parts (--ulysses-size 4); the nearest valid lengths "
                        "are 128 or 132.")
     both = "--seq-length 132 --ulysses-size 4 --tensor-model-parallel-size 2"
     assert not problems(both, world=8)
@@ -177,7 +177,7 @@ def test_stages_need_a_pipeline():
 
 def test_ring():
     assert "--attention-dropout 0" in one("--context-parallel-size 2 --attention-dropout 0.1", world=2)
-    assert "130 does not divide over 4 ranks" in one("--ring-size 2 --attention-dropout 0 --seq-length 130", world=2)
+    assert "130 does not divide into 4 parts" in one("--ring-size 2 --attention-dropout 0 --seq-length 130", world=2)
 
 
 # --- schedule ------------------------------------------------------------------------------------

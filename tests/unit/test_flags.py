@@ -349,3 +349,13 @@ def _timed(argv: list[str]) -> float:
     begin = time.perf_counter()
     parse(argv)
     return time.perf_counter() - begin
+
+
+def test_a_data_prefix_with_blanks_is_one_word_when_it_exists(tmp_path):
+    prefix = tmp_path / "my data" / "c_text_document"
+    prefix.parent.mkdir()
+    prefix.with_suffix(".idx").touch()
+    run, _ = parse_args(["--data-path", str(prefix)])
+    assert run.data.data_path == (str(prefix),)
+    run, _ = parse_args(["--data-path", "0.3 a 0.7 b"])
+    assert run.data.data_path == ("0.3", "a", "0.7", "b")

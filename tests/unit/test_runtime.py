@@ -39,11 +39,13 @@ def test_importing_the_runtime_does_not_import_torch() -> None:
 
 
 def test_the_same_mistake_of_two_ranks_is_printed_once_and_another_ones_too() -> None:
-    rank = ("import os, sys\nos.environ['RANK'] = sys.argv.pop(1)\nfrom megatron_sp.runtime import run_program\n"
-            "from megatron_sp.errors import DataError\ndef main(argv):\n    raise DataError(argv[0])\nrun_program(main)")
-    said = [subprocess.run([sys.executable, "-c", rank, number, message], capture_output=True, text=True).stderr.strip()
-            for number, message in (("1", f"file of {id(rank)}"), ("0", f"file of {id(rank)}"), ("2", f"{id(rank)} too"))]
-    assert said == [f"DataError: file of {id(rank)}", "", f"DataError: {id(rank)} too"]
+    code = ("import os, sys\nos.environ['RANK'] = sys.argv.pop(1)\nfrom megatron_sp.runtime import run_program\n"
+            "from megatron_sp.errors import DataError\n"
+            "def main(argv):\n    raise DataError(argv[0])\nrun_program(main)")
+    one, other = f"file {id(code)}", f"another file {id(code)}"
+    said = [subprocess.run([sys.executable, "-c", code, rank, message], capture_output=True, text=True).stderr.strip()
+            for rank, message in (("1", one), ("0", one), ("2", other))]
+    assert said == [f"DataError: {one}", "", f"DataError: {other}"]
 
 
 @pytest.mark.parametrize("variables", [
@@ -58,6 +60,7 @@ def test_the_same_mistake_in_the_next_attempt_is_said_again(variables: list[dict
 
 
 def test_an_interrupt_leaves_no_traceback() -> None:
-    code = "from megatron_sp.runtime import run_program\ndef main(argv):\n    raise KeyboardInterrupt\nrun_program(main)"
+    code = ("from megatron_sp.runtime import run_program\n"
+            "def main(argv):\n    raise KeyboardInterrupt\nrun_program(main)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 130 and done.stderr.strip() == "interrupted"
