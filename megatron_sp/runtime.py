@@ -125,7 +125,8 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
             print("interrupted", file=sys.stderr, flush=True)
         code = 128 + signal.SIGINT
     except BrokenPipeError:
-        code = 0
+        # a reader such as `head` has seen enough; other ranks wait for this one, so let the launcher end them
+        code = 0 if os.environ.get("WORLD_SIZE", "1") == "1" else 128 + signal.SIGPIPE
     if "torch" in sys.modules:
         # Threads of process groups outlive them, and one that meets the interpreter while it shuts down
         # aborts the process ("terminate called without an active exception"): leave without a shutdown.

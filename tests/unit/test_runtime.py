@@ -64,3 +64,10 @@ def test_an_interrupt_leaves_no_traceback() -> None:
             "def main(argv):\n    raise KeyboardInterrupt\nrun_program(main)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 130 and done.stderr.strip() == "interrupted"
+
+
+def test_a_closed_pipe_is_a_failure_only_where_other_ranks_wait() -> None:
+    code = "from megatron_sp.runtime import run_program\ndef main(argv):\n    raise BrokenPipeError\nrun_program(main)"
+    ends = [subprocess.run([sys.executable, "-c", code], env=os.environ | {"RANK": "0", "WORLD_SIZE": size}).returncode
+            for size in ("1", "2")]
+    assert ends == [0, 141]
