@@ -166,7 +166,8 @@ class _Builder:
         if count and bounds[0] == bounds[1] and split:
             raise DataError(f"The {LONG_NAMES[name]} split of {prefix} is empty: --split {split!r} gives it none of "
                             f"the {len(indexed)} documents, but {count} samples are needed from it. Give it a larger "
-                            "share or the share 0 (such as 98,2,0), use more documents, or set --eval-iters 0 for no validation and test.")
+                            "share or the share 0 (such as 98,2,0), use more documents, or set --eval-iters 0 for no "
+                            "validation and test.")
         return GPTDataset(indexed, np.arange(*bounds), count, self.data.seq_length, self.seed, name,
                           self._cache(prefix))
 

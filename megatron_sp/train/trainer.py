@@ -102,8 +102,8 @@ class Trainer:
     def _fit(self) -> None:
         self.stop_reason = self._asked_to_stop()
         if self.is_finished() and not self.run.train.skip_train:
-            self.recorder.say(f"nothing to train: iteration {self.state.iteration} of {self.last_iteration} is reached; "
-                              "to train longer give a larger --train-iters and --override-opt_param-scheduler")
+            self.recorder.say(f"nothing to train: iteration {self.state.iteration} of {self.last_iteration} is "
+                              "reached; to train longer give a larger --train-iters and --override-opt_param-scheduler")
         while not self.stop_reason and not self.is_finished():
             self.profiler.before_step(self.state.iteration + 1)
             step = self.train_step()
