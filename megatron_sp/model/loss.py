@@ -8,6 +8,9 @@ Probabilities are never stored: forward keeps the logits (which exist anyway) an
 per token, backward forms ``probabilities - one-hot`` where the gradient is written. Both go through
 the tokens in pieces, so that on a CPU a piece stays in the cache from its first use to its last, and
 no fp32 copy of half-precision logits is larger than a piece.
+
+Training takes ``linear_loss``, which never forms whole logits; this form is what benchmarks and tests compare
+it with.
 """
 
 from __future__ import annotations

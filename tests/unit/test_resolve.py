@@ -57,7 +57,8 @@ def test_resolving_twice_changes_nothing():
 
 
 def test_a_run_full_of_holes_still_resolves():
-    resolve(Run(), 1)
+    run = resolve(Run(), 1)
+    assert run.parallel.world_size == 1 and run.train.global_batch_size == 1 and run.model.num_layers == 0
 
 
 @pytest.mark.parametrize("tp, padded", [(1, 512), (2, 512), (6, 768)])
