@@ -146,7 +146,8 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     hints = [name for name in HINTS if getattr(arguments, "hint" + name)]
     if arguments.partitions > 1:
         hints.append("--partitions")
@@ -154,9 +155,16 @@ def main(argv: list[str]) -> int:
         print(f"note: accepted without effect: {', '.join(hints)}", flush=True)
     try:
         return run(arguments, find_inputs(arguments.input))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("\ninterrupted; nothing was written", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + interrupt.args[0]
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    """Leave by an exception, once: what is cleaned up on its way is not interrupted again."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
 
 
 def run(arguments: argparse.Namespace, paths: list[str]) -> int:

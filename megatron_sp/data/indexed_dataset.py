@@ -21,6 +21,7 @@ import hashlib
 import os
 import struct
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -179,8 +180,13 @@ class IndexedDatasetBuilder:
         prefix: path of the two files without ending.
         dtype: type of the stored tokens, see ``best_dtype``.
 
-    Use as a context manager: leaving it by an exception removes the unfinished files.
+    Use as a context manager: entering opens the files, leaving by an exception removes what is unfinished.
+
+    Raises:
+        DataError: on entering, when the place cannot be written.
     """
+
+    _file: IO[bytes]
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type[np.generic]):
         self.prefix = os.fspath(prefix)
@@ -191,13 +197,13 @@ class IndexedDatasetBuilder:
         self._lengths: list[np.ndarray] = []  # int32 pieces
         self._document_ends: list[np.ndarray] = []  # int64 pieces
         self._num_sequences = 0
+
+    def __enter__(self) -> IndexedDatasetBuilder:
         try:
             os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
             self._file = open(bin_path(self.prefix) + self._aside, "wb")  # noqa: SIM115 (closed in finalize/abort)
         except OSError as error:
             raise DataError(f"{bin_path(self.prefix)} cannot be written: {error.strerror}.") from None
-
-    def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -275,11 +281,20 @@ class IndexedDatasetBuilder:
         os.replace(idx_path(self.prefix) + self._aside, idx_path(self.prefix))
 
     def abort(self) -> None:
-        """Remove what has been written so far."""
-        self._file.close()
+        """Remove what has been written so far, also when an interrupt comes meanwhile or came while opening."""
+        try:
+            self._remove_unfinished()
+        except BaseException:
+            self._remove_unfinished()
+            raise
+
+    def _remove_unfinished(self) -> None:
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.remove(path + self._aside)
+        if hasattr(self, "_file"):
+            with contextlib.suppress(OSError):  # what it still holds has nowhere to go (a full disk, say)
+                self._file.close()
 
 
 def _flush(file: object) -> None:

@@ -230,14 +230,19 @@ def read_batches(paths: Iterable[str]) -> Iterator[LineBatch]:
 def _batches_of(path: str, lines: Iterable[bytes], raw: IO[bytes]) -> Iterator[LineBatch]:
     batch: list[bytes] = []
     first, size, before = 1, 0, 0
+
+    def bytes_read() -> int:
+        return raw.tell() - before if raw.seekable() else size  # pipes do not know their position
+
     for number, line in enumerate(lines, 1):
         batch.append(line)
         size += len(line)
         if size >= BATCH_BYTES or len(batch) >= BATCH_LINES:
-            yield LineBatch(path, first, batch, raw.tell() - before)
-            batch, size, first, before = [], 0, number + 1, raw.tell()
+            yield LineBatch(path, first, batch, bytes_read())
+            before += bytes_read()
+            batch, size, first = [], 0, number + 1
     if batch:
-        yield LineBatch(path, first, batch, raw.tell() - before)
+        yield LineBatch(path, first, batch, bytes_read())
 
 
 class _Worker:
@@ -308,8 +313,10 @@ def preprocess(paths: Sequence[str], output_prefix: str, job: Job, workers: int,
     summary = Summary(job.keys)
     with ExitStack() as stack:
         dtype = best_dtype(tokenizer.vocab_size)
-        builders = [stack.enter_context(IndexedDatasetBuilder(f"{output_prefix}_{key}_document", dtype))
-                    for key in job.keys]
+        builders = [IndexedDatasetBuilder(f"{output_prefix}_{key}_document", dtype) for key in job.keys]
+        for builder in builders:
+            stack.push(builder)  # before its files exist: an interrupt may come the moment they do
+            builder.__enter__()
         encoded = encode_all(read_batches(paths), job, tokenizer, workers)
         stack.callback(encoded.close)  # type: ignore[attr-defined]
         for batch in encoded:

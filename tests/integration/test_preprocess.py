@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -115,16 +116,27 @@ def test_an_interrupted_run_leaves_nothing_that_looks_valid(tmp_path: Path, numb
         [sys.executable, ROOT / "tools" / "preprocess_data.py", "--input", pipe, "--output-prefix", tmp_path / "out",
          "--workers", "1", *map(str, NULL)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with open(pipe, "w") as source:
-        for _ in range(3000):
+        for _ in range(30_000):
             source.write('{"text": "1 2 3"}\n')
         source.flush()
-        wait_for(lambda: any(path.suffix != ".jsonl" for path in tmp_path.iterdir()))
+        wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*.bin*")))
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == code and "Traceback" not in errors
     left = {path.name for path in tmp_path.iterdir()} - {"in.jsonl"}
     assert not any(name.endswith((".bin", ".idx")) for name in left)
     assert not left or number == signal.SIGKILL
+
+
+def test_a_pipe_is_read_like_a_file(tmp_path):
+    lines = ''.join(json.dumps({"text": f"{i % 1000} 7"}) + "\n" for i in range(30_000))
+    (tmp_path / "in.jsonl").write_text(lines)
+    os.mkfifo(tmp_path / "pipe")
+    threading.Thread(target=(tmp_path / "pipe").write_text, args=(lines,), daemon=True).start()
+    for name in ("pipe", "in.jsonl"):
+        done = preprocess("--input", tmp_path / name, "--output-prefix", tmp_path / f"{name}-out", *NULL)
+        assert done.returncode == 0, done.stderr
+    assert digest(tmp_path / "pipe-out_text_document.bin") == digest(tmp_path / "in.jsonl-out_text_document.bin")
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:

@@ -110,6 +110,22 @@ def test_an_unfinished_set_leaves_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"] and digest(tmp_path / "x.bin") == before
 
 
+def test_an_interrupt_while_cleaning_up_leaves_nothing(tmp_path, monkeypatch):
+    remove = os.remove
+    calls = []
+
+    def interrupted_once(path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        remove(path)
+
+    monkeypatch.setattr(os, "remove", interrupted_once)
+    with pytest.raises(KeyboardInterrupt), IndexedDatasetBuilder(tmp_path / "x", np.uint16):
+        raise RuntimeError("stopped")
+    assert not os.listdir(tmp_path)
+
+
 def _damage_magic(idx: bytearray) -> None:
     idx[:4] = b"NOPE"
 
