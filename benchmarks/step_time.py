@@ -199,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[2048, 8192], help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=7, help="measured steps of each (default: %(default)s)")
-    parser.add_argument("--zero-stage", type=int, default=1, help="of ours (default: %(default)s)")
+    parser.add_argument("--zero-stage", type=int, default=0, help="of ours (default: %(default)s)")
     parser.add_argument("--goal-one", type=float, default=0.97, help="ours / plain (default: %(default)s)")
     parser.add_argument("--goal-split", type=float, default=1.8, help="ulysses 2 / ours (default: %(default)s)")
     parser.add_argument("--by-cpu-time", action="store_true", help="judge by processor time")

@@ -1,9 +1,9 @@
 """The logical view of a model and its optimizer: full tensors by name, each rank holding pieces.
 
-A parameter lives as a DTensor, split over tp and then (by FSDP, dim 0 of the tp-local tensor) over
-the shard ranks. ``Piece`` says where a rank's part lies in the full tensor **without padding**: the
-vocabulary tensors have exactly V rows here, whatever tp padded them to. So any layout can read
-what any other wrote.
+A parameter lives as a plain tensor or as a DTensor, split over tp and then (by FSDP, dim 0 of the
+tp-local tensor) over the shard ranks. ``Piece`` says where a rank's part lies in the full tensor
+**without padding**: the vocabulary tensors have exactly V rows here, whatever tp padded them to. So
+any layout can read what any other wrote.
 """
 
 from __future__ import annotations

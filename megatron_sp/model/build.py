@@ -45,7 +45,8 @@ def plan_heads(run: Run, mesh: ParallelMesh, heads: HeadSplit) -> AttentionPlan:
     model = run.model
     core = build_core(run.train.attention_backend, dropout=model.attention_dropout > 0, device=mesh.device)
     kernel = block_kernel(mesh.device)
-    return AttentionPlan(heads, parallel_attention(core, kernel, heads, mesh), first_query_head(heads, mesh))
+    return AttentionPlan(heads, parallel_attention(core, kernel, heads, mesh, compiled=run.train.compile),
+                         first_query_head(heads, mesh))
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
     """
     region = TensorRegion.of(mesh, run.parallel.megatron_sp)
     model = assemble(run, stage, mesh, region, dtype)
-    sharding = ZeroSharding(run.parallel, run.precision, mesh, offload=run.memory.offload_optimizer)
+    sharding = ZeroSharding(run, mesh)
     is_tied = not run.model.untie_embeddings_and_output_weights
 
     def materialise(module: nn.Module, name: str) -> None:

@@ -50,14 +50,16 @@ def fill_parameter(parameter: torch.Tensor, full: torch.Tensor, region: TensorRe
 
     Rows that the parameter has beyond the full tensor (vocabulary padding) become zero.
     """
-    assert isinstance(parameter, DTensor)
     missing = parameter.shape[0] - full.shape[0]
     if missing:
         full = torch.cat((full, full.new_zeros(missing, *full.shape[1:])))
-    placement = parameter.placements[0]
-    if isinstance(placement, Shard):
-        full = full.chunk(region.size, placement.dim)[region.rank]
     with torch.no_grad():
+        if not isinstance(parameter, DTensor):  # tp = 1
+            parameter.copy_(full)
+            return
+        placement = parameter.placements[0]
+        if isinstance(placement, Shard):
+            full = full.chunk(region.size, placement.dim)[region.rank]
         parameter.to_local().copy_(full)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_sp.config.schema import Parallel
+from megatron_sp.parallel.shared_memory import SharedMemoryLink, open_link
 
 AXES = ("pp", "dp", "ring", "ulysses", "tp")
 VIEWS = {"sp": ("ring", "ulysses"), "fsdp": ("dp", "ring", "ulysses"), "world": AXES}
@@ -83,7 +84,9 @@ class ParallelMesh:
         self.grid = Grid(parallel)
         self.global_rank = dist.get_rank()
         self.device = device
-        self._groups = self._create_groups(timedelta(minutes=parallel.distributed_timeout_minutes))
+        self._timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        self._groups = self._create_groups(self._timeout)
+        self._links: dict[tuple[int, ...], SharedMemoryLink | None] = {}
         shard = parallel.fsdp if parallel.fsdp_size == 0 else parallel.fsdp_size
         if parallel.zero_stage == 0:
             shard = 1
@@ -129,6 +132,18 @@ class ParallelMesh:
         """This rank's process group along an axis or view."""
         return self._groups[tuple(self.grid.ranks(name, self.global_rank))]
 
+    def link(self, name: str) -> SharedMemoryLink | None:
+        """Shared memory between the ranks along an axis or view, where all are CPUs of one machine.
+
+        All ranks of the group call it the first time.
+        """
+        if self.device.type != "cpu":
+            return None
+        ranks = tuple(self.grid.ranks(name, self.global_rank))
+        if ranks not in self._links:
+            self._links[ranks] = open_link(self._groups[ranks], self._timeout)
+        return self._links[ranks]
+
     def ends_group(self) -> dist.ProcessGroup | None:
         """First and last stage's group of two; None on the ranks between them."""
         return self._groups.get(tuple(self.grid.ends(self.global_rank)))
@@ -154,6 +169,10 @@ class ParallelMesh:
 
     def destroy(self) -> None:
         """Give up the groups made here (a program that builds several meshes in turn needs it)."""
+        for link in self._links.values():
+            if link is not None:
+                link.close()
+        self._links = {}
         for group in self._groups.values():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)

@@ -69,7 +69,8 @@ def match_heads(core: Core, groups: tuple[int, ...]) -> Core:
     return core if are_even(groups) else MatchedHeads(core, groups)
 
 
-def parallel_attention(core: Core, kernel: BlockKernel, heads: HeadSplit, mesh: ParallelMesh) -> Core:
+def parallel_attention(core: Core, kernel: BlockKernel, heads: HeadSplit, mesh: ParallelMesh, *,
+                       compiled: bool = False) -> Core:
     """The core wrapped for this mesh: ``core`` | ``Ring`` | ``Ulysses(core)`` | ``Ulysses(Ring)``.
 
     A ring is made of block kernels instead of the core: it merges their partial results.
@@ -78,6 +79,7 @@ def parallel_attention(core: Core, kernel: BlockKernel, heads: HeadSplit, mesh: 
         core: ``(q [b, s, n, d], k, v [b, s, g, d], **how) -> o [b, s, n, d]`` on one rank.
         kernel: what a ring computes its blocks with.
         heads: the heads of this tp rank and their split over the Ulysses ranks.
+        compiled: only collectives that can be compiled.
     """
     groups = heads.groups(mesh.rank("ulysses"))
     if mesh.size("ring") > 1:
@@ -86,7 +88,8 @@ def parallel_attention(core: Core, kernel: BlockKernel, heads: HeadSplit, mesh: 
         core = match_heads(core, groups)
     if mesh.size("ulysses") == 1:
         return core
-    return UlyssesAttention(core, UlyssesExchange(mesh.group("ulysses"), heads))
+    link = None if compiled else mesh.link("ulysses")
+    return UlyssesAttention(core, UlyssesExchange(mesh.group("ulysses"), heads, link))
 
 
 def first_query_head(heads: HeadSplit, mesh: ParallelMesh) -> int:

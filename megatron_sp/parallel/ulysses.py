@@ -8,7 +8,7 @@ sends ``(P-1)/P * s/P * d * (2n + 2 g_eff)`` elements, ``g_eff = g if g >= P els
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_sp.parallel.collectives import all_to_all
 from megatron_sp.parallel.heads import HeadSplit
+from megatron_sp.parallel.shared_memory import SharedMemoryLink
 
 Core = Callable[..., torch.Tensor]
 
@@ -29,15 +30,16 @@ class BytesSent:
     exchanges: int = 0
 
     def add(self, x: torch.Tensor, send: list[int], own: int) -> None:
+        """A tensor of ``send[p]`` rows for each rank p, ``own`` being this one."""
         if torch.compiler.is_compiling():
             return  # a counter would make each call another program
         rows = sum(send) - send[own]
         self.forward += rows * x[0].numel() * x.element_size() if len(x) else 0
         self.exchanges += 1
 
-    def add_tensor(self, x: torch.Tensor) -> None:
-        """A whole tensor sent to one other rank."""
-        self.forward += x.numel() * x.element_size()
+    def add_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Whole tensors sent to other ranks, together."""
+        self.forward += sum(x.numel() * x.element_size() for x in tensors)
         self.exchanges += 1
 
 
@@ -48,10 +50,12 @@ class UlyssesExchange:
     Args:
         group: the Ulysses ranks, whose shards are adjacent pieces of the sequence.
         heads: the split of the heads this tp rank computes.
+        link: memory the ranks share; without it they exchange through the group's all-to-all.
     """
 
     group: dist.ProcessGroup
     heads: HeadSplit
+    link: SharedMemoryLink | None = None
     sent: BytesSent = field(default_factory=BytesSent)
 
     def __post_init__(self) -> None:
@@ -78,6 +82,8 @@ class UlyssesExchange:
         if self.kv_copies is not None:
             index = torch.tensor(self.kv_copies, device=k.device)
             k, v = k.index_select(2, index), v.index_select(2, index)
+        if self.link is not None:
+            return _ThroughMemory.apply(self, True, q, k, v)
         send = [nq + 2 * nk for nq, nk in zip(self.num_query, self.num_kv)]
         mine = send[self.rank]
         packed = self._pack(q, k, v)  # -> [sum of heads, b*s/P*d]
@@ -111,6 +117,8 @@ class UlyssesExchange:
         Returns:
             [b, s/P, n, d]
         """
+        if self.link is not None:
+            return _ThroughMemory.apply(self, False, o)[0]
         batch, total, mine, width = o.shape
         tokens = total // self.size
         o = o.view(batch, self.size, tokens, mine, width).transpose(0, 1)  # -> [P, b, s/P, n_p, d]
@@ -120,6 +128,50 @@ class UlyssesExchange:
         o = all_to_all(o, send, self.num_query, self.group)  # -> [n, b*s/P*d], for each rank a block [b, s/P, n_p, d]
         blocks = zip(o.split(self.num_query), self.num_query)
         return torch.cat([block.view(batch, tokens, heads, width) for block, heads in blocks], dim=2)
+
+
+    def through_memory(self, tensors: Sequence[torch.Tensor], *, to_heads: bool,
+                       sent: BytesSent | None = None) -> list[torch.Tensor]:
+        """The exchange of query, key and value (or fewer) through shared memory, straight from place to place.
+
+        Args:
+            tensors: ``to_heads``: [b, s/P, n, d] with the heads of all ranks; else [b, s, n_p, d]
+            sent: where to count the bytes
+        Returns:
+            [b, s, n_p, d], or [b, s/P, n, d]
+        """
+        assert self.link is not None
+        send: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
+        receive: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
+        results = []
+        for x, counts in zip(tensors, (self.num_query, self.num_kv, self.num_kv)):
+            batch, tokens, _, width = x.shape
+            result = x.new_empty((batch, tokens * self.size, counts[self.rank], width) if to_heads else
+                                 (batch, tokens // self.size, sum(counts), width))
+            results.append(result)
+            there = x.split(counts, 2) if to_heads else x.chunk(self.size, 1)
+            here = result.chunk(self.size, 1) if to_heads else result.split(counts, 2)
+            for peer in range(self.size):  # one piece for each sequence: [s/P, n_p, d]
+                send[peer].extend(there[peer])
+                receive[peer].extend(here[peer])
+        if sent is not None:
+            sent.add_tensors(piece for peer, pieces in enumerate(send) if peer != self.rank for piece in pieces)
+        self.link.exchange(send, receive)
+        return results
+
+
+class _ThroughMemory(torch.autograd.Function):
+    """``UlyssesExchange.through_memory``; backward is the opposite exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: UlyssesExchange, to_heads: bool, *tensors: torch.Tensor,
+                ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.to_heads = exchange, to_heads
+        return tuple(exchange.through_memory(tensors, to_heads=to_heads, sent=exchange.sent))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.exchange.through_memory(grads, to_heads=not ctx.to_heads)
 
 
 class UlyssesAttention:

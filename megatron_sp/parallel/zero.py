@@ -3,6 +3,7 @@
 Rajbhandari et al. (arXiv 1910.02054) by way of ``torch.distributed.fsdp.fully_shard``. The weights
 mesh decides: stage 0 has a ``shard`` axis of 1 and copies over ``replicate``; the other stages
 shard over all of fsdp or, with ``--fsdp-size N``, over N ranks and copy across them (hybrid).
+Stage 0 in fp32 needs none of this: see ``gradients``.
 
 | stage | after forward | gradients leave the rank | sharded |
 |---|---|---|---|
@@ -22,7 +23,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from megatron_sp.config.schema import Parallel, Precision
+from megatron_sp.config.schema import Run
+from megatron_sp.config.sharding import uses_fsdp
 from megatron_sp.parallel.mesh import ParallelMesh
 
 
@@ -30,11 +32,12 @@ class ZeroSharding:
     """Wraps the parts of a model, innermost first, then the model itself.
 
     Args:
-        offload: master weights, gradients and optimizer states live in host memory; weights are fetched to
-            be gathered, and the optimizer computes on the host.
+        run: what is sharded and cast. With ``offload_optimizer`` master weights, gradients and optimizer
+            states live in host memory; weights are fetched to be gathered, and the optimizer computes on the host.
     """
 
-    def __init__(self, parallel: Parallel, precision: Precision, mesh: ParallelMesh, *, offload: bool = False):
+    def __init__(self, run: Run, mesh: ParallelMesh):
+        parallel, precision, offload = run.parallel, run.precision, run.memory.offload_optimizer
         self.mesh = mesh.weights["replicate", "shard"]
         self.drop_after_forward = parallel.zero_stage == 3
         self.policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -42,8 +45,7 @@ class ZeroSharding:
             reduce = torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32
             self.policy = MixedPrecisionPolicy(getattr(torch, precision.dtype), reduce, cast_forward_inputs=False)
         self.offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
-        # One rank in fp32 has nothing to shard, to sum or to cast.
-        self.is_needed = mesh.size("fsdp") > 1 or precision.dtype != "float32" or offload
+        self.is_needed = uses_fsdp(run)
 
     def wrap(self, modules: nn.Module | Sequence[nn.Module], *, keep: bool = False) -> None:
         """Shard these modules' parameters as one unit.

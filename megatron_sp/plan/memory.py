@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Run
+from megatron_sp.config.sharding import GRADIENT_BUCKET, uses_fsdp
 from megatron_sp.config.stages import stage_layers
 from megatron_sp.plan.activations import LayerMemory, layer_memory
 from megatron_sp.plan.sizes import FP32, Sizes, Weights
@@ -73,7 +74,7 @@ class _Rank:
         parallel = run.parallel
         self.shard = 1 if parallel.zero_stage == 0 else (parallel.fsdp_size or parallel.fsdp)
         self.offloads = run.memory.offload_optimizer
-        self.is_wrapped = parallel.fsdp > 1 or run.precision.dtype != "float32" or self.offloads
+        self.is_wrapped = uses_fsdp(run)
         self.microbatches = max(1, run.train.global_batch_size // (run.train.micro_batch_size * parallel.dp))
 
     # ---------------------------------------------------------------- states
@@ -266,6 +267,9 @@ class _Rank:
             "kept activations": others, "layer working set": 2 * self.layer.x,
             "gathered weights": self.gathered(layers=0, layer_now=True, output=False),
             "gradients": self.gradients(layers_done=self.num_layers, working=first, previous=0)}
+        if self.run.parallel.fsdp > 1 and not self.is_wrapped:
+            whole = FP32 * self.parameters
+            yield "sum of the gradients", {"gradients": whole + min(GRADIENT_BUCKET, whole)}
 
     def _unmade(self) -> float:
         """The output layer's gradients, which ``gradients`` counts as made."""

@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_sp.config.schema import Run
+from megatron_sp.config.sharding import uses_fsdp
 from megatron_sp.data.batch import Microbatch
+from megatron_sp.parallel.gradients import sum_gradients
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import PipelineRunner, Stages
 from megatron_sp.parallel.zero import synchronize_gradients
@@ -27,9 +29,11 @@ class Engine:
         model: a GPT; its FSDP modules, if any, reduce gradients by summing.
         mesh: where the model lives.
         zero_stage: 0 and 1 sum gradients over ranks at the last microbatch, 2 and 3 at each.
+        sum_copies: every rank holds a whole copy outside FSDP, whose gradients are summed after the last.
     """
 
-    def __init__(self, model: nn.Module, mesh: ParallelMesh, *, zero_stage: int):
+    def __init__(self, model: nn.Module, mesh: ParallelMesh, *, zero_stage: int, sum_copies: bool):
+        self.sum_copies = sum_copies
         self.model = model
         self.mesh = mesh
         self.zero_stage = zero_stage
@@ -58,6 +62,9 @@ class Engine:
                 loss.backward()
             self.microbatch_losses.append(loss.detach())
             total = total + loss.detach()
+        if self.sum_copies:
+            with self.timers("gradient-sum", level=2):
+                sum_gradients(self.model, self.mesh)
         return total
 
     @torch.no_grad()
@@ -87,8 +94,8 @@ class PipelineEngine:
     The loss lives on the last stage; elsewhere a rank's share of it is 0.
     """
 
-    def __init__(self, model: Stages, mesh: ParallelMesh, *, schedule: str):
-        self.model, self.mesh = model, mesh
+    def __init__(self, model: Stages, mesh: ParallelMesh, *, schedule: str, sum_copies: bool):
+        self.model, self.mesh, self.sum_copies = model, mesh, sum_copies
         self.denominator: torch.Tensor | float = 1.0
         self.timers = Timers()      # forward and backward are one in a schedule
         self.runner = PipelineRunner(model, schedule, mesh, self._loss)
@@ -101,6 +108,8 @@ class PipelineEngine:
         self.microbatch_losses = self.runner.train(*_joined(microbatches))
         if self.model.tied is not None:
             self.model.tied.sum_gradients()
+        if self.sum_copies:
+            sum_gradients(self.model, self.mesh)
         return self._total(self.microbatch_losses)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, int]:
@@ -134,6 +143,8 @@ def _joined(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Ten
 
 def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh) -> Engine | PipelineEngine:
     """The engine of a run's model."""
+    parallel = run.parallel
+    sum_copies = parallel.fsdp > 1 and not uses_fsdp(run)
     if isinstance(model, Stages):
-        return PipelineEngine(model, mesh, schedule=run.parallel.pipeline_schedule)
-    return Engine(model, mesh, zero_stage=run.parallel.zero_stage)
+        return PipelineEngine(model, mesh, schedule=parallel.pipeline_schedule, sum_copies=sum_copies)
+    return Engine(model, mesh, zero_stage=parallel.zero_stage, sum_copies=sum_copies)

@@ -1,9 +1,9 @@
 """Optimizer, its parameter groups, and the global gradient norm.
 
-Parameters and gradients are DTensors on ``(tp,)`` or ``(replicate, shard, tp)``; optimizer and norm
-work on each rank's local part. A norm over the whole model counts each element once: a rank's
-sum of squares is divided by the number of ranks that hold the same elements, and summed over the
-world.
+Parameters and gradients are DTensors on ``(tp,)``, ``(replicate, shard)`` or both together, or plain
+tensors where nothing splits them; optimizer and norm work on each rank's local part. A norm over the
+whole model counts each element once: a rank's sum of squares is divided by the number of ranks that
+hold the same elements, and summed over the world.
 """
 
 from __future__ import annotations

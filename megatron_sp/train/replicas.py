@@ -1,7 +1,7 @@
 """Whether the copies of a weight are equal, bit by bit (``--check-replicas``).
 
-A weight has copies where its DTensor is replicated: over ``replicate`` (ZeRO stage 0, hybrid sharding), over
-``tp`` (norms, biases, key/value heads that tp does not divide), and at both ends of a pipeline when the
+A weight has copies over data- and sequence-parallel ranks (ZeRO stage 0, hybrid sharding), over ``tp``
+(norms, biases, key/value heads that tp does not divide), and at both ends of a pipeline when the
 embeddings are tied. Each copy's bits are hashed to one number; a reduction per kind of copy compares them.
 """
 
@@ -53,7 +53,7 @@ def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int) -> None
     Raises:
         TrainingError: naming the first weights that differ and the ranks that hold them.
     """
-    different = [(copies, names) for copies in _copies(model) if (names := _different(copies))]
+    different = [(copies, names) for copies in _copies(model, mesh) if (names := _different(copies))]
     unlike_here = _tied_copies_here_differ(model)
     if not float(mesh.sum_over(float(len(different) + unlike_here), "world")):
         return
@@ -75,14 +75,17 @@ def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int) -> None
         "then go back to an earlier checkpoint with --ckpt-step")
 
 
-def _copies(model: nn.Module) -> Iterator[Copies]:
+def _copies(model: nn.Module, mesh: ParallelMesh) -> Iterator[Copies]:
     """The weights of this rank by what they are copied over; the same sequence on all ranks of a group."""
     hashes: dict[str, torch.Tensor] = {}
     over: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
     for name, p in model.named_parameters():
+        names = (p.device_mesh.mesh_dim_names or ()) if isinstance(p, DTensor) else ()
+        if "replicate" not in names and mesh.size("fsdp") > 1:  # whole copies, outside FSDP
+            hashes[name] = bit_hash(local_part(p))
+            over.setdefault("replicate", (mesh.group("fsdp"), []))[1].append(name)
         if not isinstance(p, DTensor):
             continue
-        names = p.device_mesh.mesh_dim_names or ()
         for dim, (axis, place) in enumerate(zip(names, p.placements)):
             if place.is_replicate() and p.device_mesh.size(dim) > 1:
                 if name not in hashes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
-from megatron_sp.model.build import build_model
+from megatron_sp.model import build
+from megatron_sp.model.gpt import GPT
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.train.forward_backward import build_engine
 from tests.helpers.storage import StorageTracker
@@ -62,14 +65,27 @@ def trace_step(run: Run, *, explain: bool = False) -> Traced:
     their neighbours' tensors)."""
     assert run.parallel.pp == 1
     with _fake_world(run.parallel.world_size):
-        mesh = ParallelMesh.build(run.parallel)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        mesh = UnlinkedMesh.build(run.parallel)
+        with mock.patch.object(build, "assemble", _assemble_really), FakeTensorMode(allow_non_fake_inputs=True):
             return trace_here(run, mesh, explain=explain)
+
+
+class UnlinkedMesh(ParallelMesh):
+    """Ranks that share no memory, as on a GPU."""
+
+    def link(self, name: str) -> None:
+        """None."""
+
+
+def _assemble_really(*args: Any, assemble: Callable[..., GPT] = build.assemble) -> GPT:
+    """Modules on the meta device; torch cannot move fake ones."""
+    with unset_fake_temporarily():
+        return assemble(*args)
 
 
 def trace_here(run: Run, mesh: ParallelMesh, *, explain: bool = False) -> Traced:
     """The same on the ranks of a process group that exists, with real tensors or fake ones."""
-    model = build_model(run, mesh)
+    model = build.build_model(run, mesh)
     engine = build_engine(run, model, mesh)
     with StorageTracker(explain) as tracker:
         for parameter in model.parameters():
