@@ -10,7 +10,7 @@ from megatron_sp.config.checks_data import check_data, check_tokenizer
 from megatron_sp.config.checks_memory import check_memory
 from megatron_sp.config.checks_pipeline import check_pipeline, check_ring
 from megatron_sp.config.checks_schedule import check_schedule, check_weight_decay
-from megatron_sp.config.checks_size import check_batch, check_model, check_parallel, check_sequence
+from megatron_sp.config.checks_size import check_batch, check_model, check_overlap, check_parallel, check_sequence
 from megatron_sp.config.options import schema_options
 from megatron_sp.config.schema import Data, Run
 from megatron_sp.config.sequence_split import split_note
@@ -32,9 +32,9 @@ def check(run: Run) -> None:
 def check_problems(run: Run) -> list[str]:
     """Every broken rule of a resolved run, one sentence each; looks at no files."""
     topics: tuple[Callable[[Run], list[str]], ...] = (
-        check_required, check_bounds, check_not_yet, check_model, check_parallel, check_pipeline, check_ring,
-        check_memory, check_sequence, check_batch, check_length, check_schedule, check_weight_decay, check_precision,
-        check_kernels, check_data, check_tokenizer, check_checkpoint, check_logging)
+        check_required, check_bounds, check_not_yet, check_model, check_parallel, check_overlap, check_pipeline,
+        check_ring, check_memory, check_sequence, check_batch, check_length, check_schedule, check_weight_decay,
+        check_precision, check_kernels, check_data, check_tokenizer, check_checkpoint, check_logging)
     return [problem for topic in topics for problem in topic(run)]
 
 

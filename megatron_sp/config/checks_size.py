@@ -67,6 +67,24 @@ def check_parallel(run: Run) -> list[str]:
     return found
 
 
+def check_overlap(run: Run) -> list[str]:
+    """What exchanges beside attention exclude."""
+    parallel, count = run.parallel, run.parallel.ulysses_overlap_groups
+    if count < 2 or min(parallel.tp, parallel.ulysses) < 1:
+        return []
+    flag = f"--ulysses-overlap-groups {count}"
+    excluded = {"--ring-size": parallel.ring > 1, "--attention-head-groups": run.memory.attention_head_groups > 1,
+                "--compile": run.train.compile}
+    found = [f"{flag} and {other} exclude each other; leave one out." for other, is_used in excluded.items() if is_used]
+    if parallel.ulysses == 1:
+        found.append(f"{flag} needs --ulysses-size 2 or more: there is no exchange to overlap.")
+    heads = run.model.num_attention_heads // parallel.tp
+    if 0 < heads < parallel.ulysses * count:
+        found.append(f"{flag}: each group needs a head for each of the --ulysses-size {parallel.ulysses} ranks, and a "
+                     f"tensor-parallel rank has {heads} heads; use {max(1, heads // parallel.ulysses)} or less.")
+    return found
+
+
 def _groups_text(run: Run) -> str:
     """The degrees above 1, by flag: what one data-parallel replica is made of."""
     parallel = run.parallel

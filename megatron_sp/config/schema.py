@@ -102,6 +102,9 @@ class Parallel:
                            "around attention.", "--ulysses-size", "--ds-sequence-parallel-size")
     ring: int = flag(1, "Ring sequence parallelism: each sequence split over this many ranks, keys and values "
                         "travel in a ring.", "--ring-size")
+    ulysses_overlap_groups: int = flag(0, "Groups of heads whose Ulysses exchange runs while the group before is "
+                                          "attended with; default: 2 on a GPU where that sends no more bytes, else 1 "
+                                          "(no overlap).")
     sequence_split: int = flag(0, "Split each sequence over this many ranks and choose ulysses-size and ring-size from "
                                   "the head counts, the tensor-parallel size and the devices of a node.")
     devices_per_node: int = flag(0, "Devices with fast links between them, for --sequence-split; default: the "
@@ -123,6 +126,8 @@ class Parallel:
                                                 "embedding and loss counted.", nargs="*", metavar="N")
     distributed_backend: str = flag("", "Communication backend; default: nccl with GPUs, else gloo.",
                                     choices=("nccl", "gloo"))
+    shared_memory: bool = flag(True, "CPU ranks of one machine exchange through memory they share; switched off, "
+                                     "through sockets.", off="--no-shared-memory")
     distributed_timeout_minutes: float = flag(10.0, "Give up on a collective operation after this many minutes.")
     world_size: int = 1
 

@@ -45,8 +45,9 @@ def plan_heads(run: Run, mesh: ParallelMesh, heads: HeadSplit) -> AttentionPlan:
     model = run.model
     core = build_core(run.train.attention_backend, dropout=model.attention_dropout > 0, device=mesh.device)
     kernel = block_kernel(mesh.device)
-    return AttentionPlan(heads, parallel_attention(core, kernel, heads, mesh, compiled=run.train.compile),
-                         first_query_head(heads, mesh))
+    overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
+    wrapped = parallel_attention(core, kernel, heads, mesh, overlap=overlap, compiled=run.train.compile)
+    return AttentionPlan(heads, wrapped, first_query_head(heads, mesh))
 
 
 @dataclass(frozen=True)

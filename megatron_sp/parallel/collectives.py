@@ -4,13 +4,13 @@ Named after what happens to the tensor. ``w`` is the number of ranks in the grou
 Megatron pairs are from Shoeybi et al. (arXiv 1909.08053) section 3 and Korthikanti et al.
 (arXiv 2205.05198) section 4.2; the all-to-all is DeepSpeed-Ulysses (arXiv 2309.14509) section 3.1.
 
-Functional collectives are used throughout: they return new tensors, are safe under
+Functional collectives are used but for ``start_all_to_all``: they return new tensors, are safe under
 recomputation and can be compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,70 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         back = functional.all_to_all_single(grad.contiguous(), ctx.send, ctx.receive, ctx.group)
         return functional.wait_tensor(back), None, None, None
+
+
+class _Pending:
+    """An all-to-all under way: what it sends must live until it has arrived."""
+
+    def __init__(self, send: Sequence[int], receive: Sequence[int], group: Group):
+        self.send, self.receive, self.group = list(send), list(receive), group
+        self.under_way: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
+
+    def start(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """A buffer that is filled by the time ``wait`` returns."""
+        x = x.contiguous()
+        buffer = x.new_empty(sum(receive), *x.shape[1:])
+        work = dist.all_to_all_single(buffer, x, receive, send, group=self.group, async_op=True)
+        self.under_way = work, x, buffer
+        return buffer
+
+    def wait(self) -> torch.Tensor:
+        """The filled buffer. On a GPU the current stream waits, not the CPU."""
+        assert self.under_way is not None
+        work, _, buffer = self.under_way
+        work.wait()
+        self.under_way = None
+        return buffer
+
+
+class _StartAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pending: _Pending) -> torch.Tensor:
+        ctx.pending = pending
+        return pending.start(x, pending.send, pending.receive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.pending.wait(), None  # started by _FinishAllToAll.backward
+
+
+class _FinishAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: torch.Tensor, pending: _Pending) -> torch.Tensor:
+        ctx.pending = pending
+        pending.wait()
+        return buffer.view_as(buffer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        pending = ctx.pending
+        pending.start(grad, pending.receive, pending.send)
+        return grad, None  # only its shape counts; the next node has what arrives
+
+
+def start_all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int],
+                     group: Group) -> Callable[[], torch.Tensor]:
+    """``all_to_all`` in two parts, so that something else is computed while it is under way.
+
+    Backward has the same two parts in the opposite order, and what was computed between them in forward
+    is between them in backward.
+
+    Returns:
+        a function that waits and returns the result, to be called once
+    """
+    pending = _Pending(send, receive, group)
+    buffer = _StartAllToAll.apply(x, pending)
+    return lambda: _FinishAllToAll.apply(buffer, pending)
 
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -86,6 +86,7 @@ class ParallelMesh:
         self.device = device
         self._timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         self._groups = self._create_groups(self._timeout)
+        self._shares_memory = parallel.shared_memory and device.type == "cpu"
         self._links: dict[tuple[int, ...], SharedMemoryLink | None] = {}
         shard = parallel.fsdp if parallel.fsdp_size == 0 else parallel.fsdp_size
         if parallel.zero_stage == 0:
@@ -137,7 +138,7 @@ class ParallelMesh:
 
         All ranks of the group call it the first time.
         """
-        if self.device.type != "cpu":
+        if not self._shares_memory:
             return None
         ranks = tuple(self.grid.ranks(name, self.global_rank))
         if ranks not in self._links:

@@ -13,6 +13,7 @@ from megatron_sp.parallel.heads import HeadSplit
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.ring import BlockKernel, Ring, RingAttention, Triple
 from megatron_sp.parallel.ulysses import Core, UlyssesAttention, UlyssesExchange
+from megatron_sp.parallel.ulysses_overlap import HeadGroup, OverlappedUlysses, free_groups
 
 
 class MatchedHeads:
@@ -70,7 +71,7 @@ def match_heads(core: Core, groups: tuple[int, ...]) -> Core:
 
 
 def parallel_attention(core: Core, kernel: BlockKernel, heads: HeadSplit, mesh: ParallelMesh, *,
-                       compiled: bool = False) -> Core:
+                       overlap: int = 0, compiled: bool = False) -> Core:
     """The core wrapped for this mesh: ``core`` | ``Ring`` | ``Ulysses(core)`` | ``Ulysses(Ring)``.
 
     A ring is made of block kernels instead of the core: it merges their partial results.
@@ -79,17 +80,33 @@ def parallel_attention(core: Core, kernel: BlockKernel, heads: HeadSplit, mesh: 
         core: ``(q [b, s, n, d], k, v [b, s, g, d], **how) -> o [b, s, n, d]`` on one rank.
         kernel: what a ring computes its blocks with.
         heads: the heads of this tp rank and their split over the Ulysses ranks.
+        overlap: head groups whose exchange runs beside attention; 0: 2 on a GPU where that sends no more, else 1.
         compiled: only collectives that can be compiled.
     """
     groups = heads.groups(mesh.rank("ulysses"))
     if mesh.size("ring") > 1:
         core = RingAttention(Ring(mesh.group("ring"), match_heads_in_kernel(kernel, groups)))
     else:
+        count = 1 if compiled or mesh.size("ulysses") == 1 else overlap or default_overlap(heads, mesh)
+        if count > 1:
+            return overlapped_ulysses(core, heads, mesh, count)
         core = match_heads(core, groups)
     if mesh.size("ulysses") == 1:
         return core
     link = None if compiled else mesh.link("ulysses")
     return UlyssesAttention(core, UlyssesExchange(mesh.group("ulysses"), heads, link))
+
+
+def default_overlap(heads: HeadSplit, mesh: ParallelMesh) -> int:
+    """Two groups on a GPU where that sends no more than one; a CPU has nothing that could run beside it."""
+    return free_groups(heads, 2) if mesh.device.type == "cuda" else 1
+
+
+def overlapped_ulysses(core: Core, heads: HeadSplit, mesh: ParallelMesh, count: int) -> OverlappedUlysses:
+    """Ulysses by ``count`` groups of heads."""
+    rank, group = mesh.rank("ulysses"), mesh.group("ulysses")
+    return OverlappedUlysses(heads, [HeadGroup(part, UlyssesExchange(group, part), match_heads(core, part.groups(rank)),
+                                               first_query_head(part, mesh)) for part in heads.in_groups(count)])
 
 
 def first_query_head(heads: HeadSplit, mesh: ParallelMesh) -> int:

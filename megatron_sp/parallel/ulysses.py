@@ -15,11 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_sp.parallel.collectives import all_to_all
+from megatron_sp.parallel.collectives import all_to_all, start_all_to_all
 from megatron_sp.parallel.heads import HeadSplit
 from megatron_sp.parallel.shared_memory import SharedMemoryLink
 
 Core = Callable[..., torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+#: An all-to-all in two parts, see ``collectives.start_all_to_all``.
+Start = Callable[[torch.Tensor, list[int], list[int], dist.ProcessGroup], Callable[[], torch.Tensor]]
+
+
+def at_once(x: torch.Tensor, send: list[int], receive: list[int],
+            group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """The first part does it all."""
+    result = all_to_all(x, send, receive, group)
+    return lambda: result
 
 
 @dataclass
@@ -68,8 +78,7 @@ class UlyssesExchange:
         # None: each key/value head goes to exactly one rank and nothing must be copied.
         self.kv_copies = None if covered == list(range(num_local)) else covered
 
-    def sequence_to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                          ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sequence_to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Triple:
         """One all-to-all for q, k and v together.
 
         Args:
@@ -77,23 +86,37 @@ class UlyssesExchange:
         Returns:
             q [b, s, n_p, d], k, v [b, s, g_p, d] with the heads of this rank
         """
+        if self.link is not None:
+            return _ThroughMemory.apply(self, True, q, *self._copied(k, v))
+        return self.start_to_heads(q, k, v, at_once)()
+
+    def _copied(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key/value heads once for each rank that needs them, in the order of the ranks."""
+        if self.kv_copies is None:
+            return k, v
+        index = torch.tensor(self.kv_copies, device=k.device)
+        return k.index_select(2, index), v.index_select(2, index)
+
+    def start_to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                       start: Start = start_all_to_all) -> Callable[[], Triple]:
+        """``sequence_to_heads`` in two parts: the second is the function returned."""
         batch, tokens, _, width = q.shape
         assert k.shape[:2] == v.shape[:2] == (batch, tokens), "q, k and v must hold the same tokens"
-        if self.kv_copies is not None:
-            index = torch.tensor(self.kv_copies, device=k.device)
-            k, v = k.index_select(2, index), v.index_select(2, index)
-        if self.link is not None:
-            return _ThroughMemory.apply(self, True, q, k, v)
+        k, v = self._copied(k, v)
         send = [nq + 2 * nk for nq, nk in zip(self.num_query, self.num_kv)]
         mine = send[self.rank]
         packed = self._pack(q, k, v)  # -> [sum of heads, b*s/P*d]
         self.sent.add(packed, send, self.rank)
-        packed = all_to_all(packed, send, [mine] * self.size, self.group)  # -> [P*(n_p+2g_p), b*s/P*d]
-        packed = packed.view(self.size, batch, tokens, mine, width).transpose(0, 1)
-        packed = packed.reshape(batch, self.size * tokens, mine, width)  # -> [b, s, n_p+2g_p, d], a view if b = 1
-        nq, nk = self.num_query[self.rank], self.num_kv[self.rank]
-        q, k, v = packed.split([nq, nk, nk], dim=2)
-        return q, k, v
+        finish = start(packed, send, [mine] * self.size, self.group)
+
+        def unpack() -> Triple:
+            packed = finish().view(self.size, batch, tokens, mine, width).transpose(0, 1)
+            packed = packed.reshape(batch, self.size * tokens, mine, width)  # -> [b, s, n_p+2g_p, d], a view if b = 1
+            nq, nk = self.num_query[self.rank], self.num_kv[self.rank]
+            q, k, v = packed.split([nq, nk, nk], dim=2)
+            return q, k, v
+
+        return unpack
 
     def _pack(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """For each rank p a block [b, s/P, n_p+2g_p, d] of its q, k and v heads: token by token, so that
@@ -119,15 +142,23 @@ class UlyssesExchange:
         """
         if self.link is not None:
             return _ThroughMemory.apply(self, False, o)[0]
+        return self.start_to_sequence(o, at_once)()
+
+    def start_to_sequence(self, o: torch.Tensor, start: Start = start_all_to_all) -> Callable[[], torch.Tensor]:
+        """``heads_to_sequence`` in two parts: the second is the function returned."""
         batch, total, mine, width = o.shape
         tokens = total // self.size
         o = o.view(batch, self.size, tokens, mine, width).transpose(0, 1)  # -> [P, b, s/P, n_p, d]
         o = o.reshape(self.size * mine, batch * tokens * width)  # a view if b = 1
         send = [mine] * self.size
         self.sent.add(o, send, self.rank)
-        o = all_to_all(o, send, self.num_query, self.group)  # -> [n, b*s/P*d], for each rank a block [b, s/P, n_p, d]
-        blocks = zip(o.split(self.num_query), self.num_query)
-        return torch.cat([block.view(batch, tokens, heads, width) for block, heads in blocks], dim=2)
+        finish = start(o, send, self.num_query, self.group)  # -> [n, b*s/P*d], for each rank a block [b, s/P, n_p, d]
+
+        def unpack() -> torch.Tensor:
+            blocks = zip(finish().split(self.num_query), self.num_query)
+            return torch.cat([block.view(batch, tokens, heads, width) for block, heads in blocks], dim=2)
+
+        return unpack
 
 
     def through_memory(self, tensors: Sequence[torch.Tensor], *, to_heads: bool,

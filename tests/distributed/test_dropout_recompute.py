@@ -16,6 +16,7 @@ LAYOUTS = {
     "tp 2": (2, "--tensor-model-parallel-size 2"),
     "tp 2, megatron sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "ulysses 2": (2, "--ulysses-size 2"),
+    "ulysses 2, overlapped": (2, "--ulysses-size 2 --ulysses-overlap-groups 2"),
     "ulysses 2, zero 3": (2, "--ulysses-size 2 --zero-stage 3"),
     "pp 2": (2, "--pipeline-model-parallel-size 2"),
     "pp 2, interleaved, tp 2": (4, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
@@ -42,6 +43,16 @@ def test_recompute_replays_the_masks(layout: str, style: str) -> None:
     for name, gradient in kept.items():
         torch.testing.assert_close(replayed[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
     assert abs(float(kept["loss"] - without["loss"])) > 1e-4       # the masks were there
+
+
+@pytest.mark.parametrize("layout", ["ulysses 2", "ulysses 2, overlapped", "tp 2", "pp 2"])
+def test_attention_masks_are_those_of_one_process(layout: str) -> None:
+    """Of hidden states every token shard has masks of its own."""
+    flags = f"{STYLES['llama']} --num-layers 4 --attention-dropout 0.2 --hidden-dropout 0"
+    expected = run_ranks(gradients, 1, flags)[0]
+    world, words = LAYOUTS[layout]
+    for name, gradient in run_ranks(gradients, world, f"{flags} {words}")[0].items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_ring_refuses_attention_dropout() -> None:

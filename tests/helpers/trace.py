@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,16 +66,14 @@ def trace_step(run: Run, *, explain: bool = False) -> Traced:
     their neighbours' tensors)."""
     assert run.parallel.pp == 1
     with _fake_world(run.parallel.world_size):
-        mesh = UnlinkedMesh.build(run.parallel)
+        mesh = unlinked(run)
         with mock.patch.object(build, "assemble", _assemble_really), FakeTensorMode(allow_non_fake_inputs=True):
             return trace_here(run, mesh, explain=explain)
 
 
-class UnlinkedMesh(ParallelMesh):
-    """Ranks that share no memory, as on a GPU."""
-
-    def link(self, name: str) -> None:
-        """None."""
+def unlinked(run: Run) -> ParallelMesh:
+    """A mesh whose ranks share no memory, as on a GPU."""
+    return ParallelMesh.build(dataclasses.replace(run.parallel, shared_memory=False))
 
 
 def _assemble_really(*args: Any, assemble: Callable[..., GPT] = build.assemble) -> GPT:

@@ -22,8 +22,9 @@ AXES: dict[str, tuple[object, ...]] = {
     "schedule": ("none", "1f1b", "interleaved", "zero-bubble", "zero-bubble, 2 stages", "zbv", "dualpipev"),
     "megatron_sp": (False, True), "micro_batch": (1, 2, 4), "recompute": (False, True), "tied": (False, True),
     "kv_heads": (8, 2, 1), "style": ("llama", "gpt"), "extra_layers": (0, 1),
-    "masked": ("nothing", "eod", "late half", "ragged"),
+    "masked": ("nothing", "eod", "late half", "ragged"), "exchange": ("memory", "sockets", "overlapped"),
 }
+EXCHANGE = {"memory": "", "sockets": " --no-shared-memory", "overlapped": " --ulysses-overlap-groups 2"}
 Layout = tuple[object, ...]
 Pair = tuple[tuple[int, object], ...]
 
@@ -56,6 +57,10 @@ def allowed(layout: Layout) -> bool:
         return False
     if at["megatron_sp"] and at["tp"] == 1 or at["extra_layers"] and pp == 1:
         return False
+    tp, ulysses, ring, dp = (int(str(at[axis])) for axis in ("tp", "ulysses", "ring", "dp"))
+    if at["exchange"] == "sockets" and ulysses * ring * dp == 1 or at["exchange"] == "overlapped" and (
+            ulysses == 1 or ring > 1 or 8 // tp < 2 * ulysses):
+        return False
     split_backward = schedule not in ("none", "1f1b", "interleaved")
     if split_backward and (at["zero"] == 3 or at["recompute"]):
         return False
@@ -76,6 +81,7 @@ def case(layout: Layout) -> Case:
     if pp > 1:
         words.append(f"--pipeline-schedule {schedule.split(',')[0]} --num-virtual-stages-per-pipeline-rank "
                      f"{stages // pp}")
+    words[0] += EXCHANGE[str(at["exchange"])]
     words += ["--sequence-parallel"] if at["megatron_sp"] else []
     words += ["--recompute-granularity full"] if at["recompute"] else []
     model = f"{STYLE[str(at['style'])]} {SIZE} --num-layers {layers} --num-key-value-heads {at['kv_heads']}"
@@ -91,7 +97,7 @@ def name(layout: Layout) -> str:
     words += [str(at["schedule"])] if at["pp"] != 1 else []
     words += ["an extra layer"] if at["extra_layers"] else []
     return ", ".join([*degrees, f"zero {at['zero']}", *words, f"micro-batch {at['micro_batch']}", str(at["style"]),
-                      f"{at['kv_heads']} of 8 kv heads", f"{at['masked']} masked"])
+                      f"{at['kv_heads']} of 8 kv heads", f"{at['masked']} masked", str(at["exchange"])])
 
 
 def draw(generator: random.Random, world: int | None = None) -> Layout:

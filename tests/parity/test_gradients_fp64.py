@@ -35,6 +35,9 @@ LAYOUTS = [
     Case("ulysses 2, tp 2, megatron sp, zero 3", 4, f"{U2} {TP2} {SP} --zero-stage 3"),
     Case("ulysses 2, tp 2, dp 2", 8, f"{U2} {TP2}"),
     Case("ulysses 2, tp 2, dp 2, megatron sp, zero 2", 8, f"{U2} {TP2} {SP} --zero-stage 2"),
+    Case("ulysses 4, dp 2, through sockets", 8, f"{U4} --no-shared-memory"),
+    *[Case(f"ulysses 2{name}, overlapped", world, f"{U2} {flags} --ulysses-overlap-groups 2", "eight_heads")
+      for name, world, flags in (("", 2, ""), (", tp 2, zero 2", 4, f"{TP2} --zero-stage 2"))],
     Case("ulysses 4, tp 2, zero 3, recompute", 8, f"{U4} {TP2} --zero-stage 3 --recompute-granularity full",
          "eight_heads"),
 ]
