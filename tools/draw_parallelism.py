@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/parallelism.md, one per axis: ``draw_parallelism.py [DIRECTORY]`` (default: docs/images).
+"""Draw the pictures of docs/parallelism.md, one per axis.
 
 Each shows the grid of what is split (tokens, heads, columns, layers, samples) with a colour per rank.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -187,4 +188,7 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent / "docs" / "images")
+    parser = argparse.ArgumentParser(description=__doc__)
+    images = Path(__file__).resolve().parents[1] / "docs" / "images"
+    parser.add_argument("directory", nargs="?", type=Path, default=images, help="where to (default: docs/images)")
+    main(parser.parse_args().directory)

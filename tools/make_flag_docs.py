@@ -5,6 +5,7 @@ Run it after changing a flag: ``python tools/make_flag_docs.py``.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -96,4 +97,5 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     (ROOT / "docs" / "flags.md").write_text(render(), encoding="utf-8")

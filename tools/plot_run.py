@@ -38,6 +38,12 @@ class RunMetrics:
         return [(record[x], record[key]) for record in self.records
                 if _is_finite(record.get(key)) and _is_finite(record.get(x))]
 
+    def validation_sets(self) -> list[str]:
+        """Keys of the validation losses: their mean or only one, then the named ones."""
+        found = {key for record in self.records for key, value in record.items()
+                 if key.partition("/")[0] == "valid_loss" and _is_finite(value)}
+        return sorted(found)
+
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -82,14 +88,16 @@ def smooth(points: list[Point], window: int) -> list[Point]:
 
 def summary(run: RunMetrics, references: list[tuple[str, float]]) -> list[str]:
     """A few lines that say how the run went."""
-    loss, valid = run.series("lm_loss"), run.series("valid_loss")
+    loss = run.series("lm_loss")
     speed = sorted(value for _, value in run.series("tokens_per_s"))
     last = run.records[-1]
     lines = [f"{run.name}: {last['iteration']} iterations, {last['consumed_tokens']:,.0f} tokens"]
     if loss:
         lines.append(f"  training loss    first {loss[0][1]:.3f}   last {loss[-1][1]:.3f}")
-    if valid:
-        lines.append(f"  validation loss  first {valid[0][1]:.3f}   last {valid[-1][1]:.3f}")
+    for key in run.validation_sets():
+        valid = run.series(key)
+        own_name = key.partition("/")[2]
+        lines.append(f"  validation loss  first {valid[0][1]:.3f}   last {valid[-1][1]:.3f}   {own_name}".rstrip())
     lines += [f"  {name}  {value:.3f}" for name, value in references]
     if speed:
         lines.append(f"  tokens/s         median {speed[len(speed) // 2]:,.0f}")
@@ -157,8 +165,12 @@ def _draw_loss(axis: Axes, run: RunMetrics, color: str, x: str, window: int) -> 
     if window > 1:
         _line(axis, points, color=color, alpha=0.25)
     _line(axis, smooth(points, window), color=color, label=f"{run.name}: training")
-    _line(axis, run.series("valid_loss", x), color=color, linestyle="--", marker="o", markersize=5,
-          markerfacecolor="white", label=f"{run.name}: validation")
+    for key in run.validation_sets():
+        own_name = key.partition("/")[2]
+        style = {"linestyle": ":", "marker": "s", "markersize": 4} if own_name else {
+            "linestyle": "--", "marker": "o", "markersize": 5}
+        _line(axis, run.series(key, x), color=color, markerfacecolor="white",
+              label=f"{run.name}: validation {own_name}".rstrip(), **style)
 
 
 def _line(axis: Axes, points: list[Point], **style: Any) -> None:

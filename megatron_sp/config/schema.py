@@ -126,8 +126,8 @@ class Parallel:
                                                 "embedding and loss counted.", nargs="*", metavar="N")
     distributed_backend: str = flag("", "Communication backend; default: nccl with GPUs, else gloo.",
                                     choices=("nccl", "gloo"))
-    shared_memory: bool = flag(True, "CPU ranks of one machine exchange through memory they share; switched off, "
-                                     "through sockets.", off="--no-shared-memory")
+    shared_memory: bool = flag(True, "Memory that the CPU ranks of one machine share and exchange heads and gradients "
+                                     "through, instead of sockets.", off="--no-shared-memory")
     distributed_timeout_minutes: float = flag(10.0, "Give up on a collective operation after this many minutes.")
     world_size: int = 1
 

@@ -180,9 +180,11 @@ class Recorder:
             self.tensorboard.add_scalar(name, value, step.iteration)
             self.tensorboard.add_scalar(f"{name} vs samples", value, step.consumed_samples)
 
-    def evaluation(self, losses: dict[str, float], iteration: int, consumed_samples: int) -> None:
+    def evaluation(self, losses: dict[str, float], iteration: int, consumed_samples: int,
+                   consumed_tokens: int) -> None:
         """Record mean losses of evaluations, by data set name (``valid``, ``test``, ``valid/NAME``)."""
-        row: dict[str, Any] = {"iteration": iteration, "consumed_samples": consumed_samples}
+        row: dict[str, Any] = {"iteration": iteration, "consumed_samples": consumed_samples,
+                               "consumed_tokens": consumed_tokens}
         for name, loss in losses.items():
             perplexity = perplexity_of(loss)
             kind, slash, own_name = name.partition("/")

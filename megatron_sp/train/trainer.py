@@ -257,7 +257,8 @@ class Trainer:
                     losses[name] = sum(whole.values()) / len(whole)
                 losses |= whole
         if losses:
-            self.recorder.evaluation(losses, self.state.iteration, self.state.consumed_samples)
+            state = self.state
+            self.recorder.evaluation(losses, state.iteration, state.consumed_samples, state.consumed_tokens)
 
     def _loss_of(self, name: str, reader: BatchReader | None) -> float | None:
         if reader is None or self.stop_reason:

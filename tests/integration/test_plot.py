@@ -31,13 +31,15 @@ def steps(first: int, last: int, loss: float) -> list[dict[str, Any]]:
 
 def test_picture_and_summary_of_two_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    write(tmp_path / "one/metrics.jsonl", [*steps(1, 10, 8.0), record(10, valid_loss=1.25)])
+    evaluated = record(10, **{"valid_loss": 1.25, "valid_loss/code": 2.5})
+    write(tmp_path / "one/metrics.jsonl", [*steps(1, 10, 8.0), evaluated])
     write(tmp_path / "two/metrics.jsonl", steps(1, 3, 6.0))
     done = run_tool("plot_run.py", tmp_path / "one", f"second={tmp_path}/two/metrics.jsonl", "--output",
                     tmp_path / "made/p.png", "--reference", "unigram entropy=5.5")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "made/p.png").read_bytes().startswith(b"\x89PNG")
     for text in ("one: 10 iterations, 1,280 tokens", "first 8.000   last 0.800", "validation loss  first 1.250",
+                 "validation loss  first 2.500   last 2.500   code",
                  "unigram entropy  5.500", "median 600", "second: 3 iterations"):
         assert text in done.stdout
 

@@ -67,7 +67,7 @@ def test_speed_is_the_same_for_any_split_of_the_sequence(tmp_path: Path) -> None
 
 def test_named_validation_sets_are_logged_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = recorder_in(tmp_path)
-    recorder.evaluation({"valid": 2.5, "valid/code": 2.0, "valid/books": 3.0}, 4, 32)
+    recorder.evaluation({"valid": 2.5, "valid/code": 2.0, "valid/books": 3.0}, 4, 32, 2048)
     recorder.close()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (row["valid_loss"], row["valid_loss/code"], row["valid_loss/books"]) == (2.5, 2.0, 3.0)
@@ -93,7 +93,7 @@ def test_metrics_hold_the_steps_own_values_in_full(tmp_path: Path, capsys: pytes
     recorder = recorder_in(tmp_path)
     for iteration in (1, 2, 3, 4):
         recorder.step(replace(STEP, iteration=iteration, lm_loss=1 / iteration), 4)
-    recorder.evaluation({"valid": 2.0, "test": 3.0}, 4, 32)
+    recorder.evaluation({"valid": 2.0, "test": 3.0}, 4, 32, 2048)
     recorder.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [2, 4, 4]
@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_write_leaves_no_trace(tmp_path: Path, capsys: pyte
                    "--log-interval 1".split())
     recorder = Recorder(run, torch.device("cpu"), start_iteration=0, is_writer=False)
     recorder.step(STEP, 8)
-    recorder.evaluation({"valid": 1.0}, 8, 64)
+    recorder.evaluation({"valid": 1.0}, 8, 64, 4096)
     recorder.close()
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
 
@@ -177,7 +177,7 @@ def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
                                      "--wandb-exp-name n --log-memory-to-tensorboard")
     recorder.step(replace(STEP, iteration=1), 2)
     recorder.step(replace(STEP, iteration=2, consumed_samples=16), 2)
-    recorder.evaluation({"valid": 2.0}, 2, 16)
+    recorder.evaluation({"valid": 2.0}, 2, 16, 1024)
     recorder.close()
     assert points["lm loss", 1] == points["lm loss", 2] == points["lm loss vs samples", 16] == 4.123456
     assert points["lm loss validation", 2] == 2.0 and points["lm loss validation ppl", 2] == pytest.approx(math.exp(2))
