@@ -20,7 +20,9 @@ MAY_CHANGE = (
     ("model", "rotary_base"), ("model", "rotary_percent"), ("model", "rotary_seq_len_interpolation_factor"),
     ("model", "use_rope_scaling"), ("model", "rope_scaling_factor"), ("model", "norm_epsilon"),
     ("model", "hidden_dropout"), ("model", "attention_dropout"), ("data", "seq_length"), ("data", "split"),
-    ("data", "data_path"), ("train", "global_batch_size"), ("train", "seed"))
+    ("data", "data_path"), ("train", "global_batch_size"), ("train", "seed"), ("precision", "bf16"),
+    ("precision", "fp16"), ("precision", "grad_reduce_in_bf16"), ("precision", "loss_scale"),
+    ("precision", "min_loss_scale"), ("precision", "loss_scale_window"), ("precision", "hysteresis"))
 
 
 def check_model(saved: dict[str, Any], run: Run, source: str) -> None:
@@ -87,4 +89,6 @@ def _plain(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     value = _plain(value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -47,11 +47,21 @@ class LossScaler:
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "tolerance": self.tolerance, "quiet_steps": self.quiet_steps}
+        return {"dynamic": self.dynamic, "scale": self.scale, "tolerance": self.tolerance,
+                "quiet_steps": self.quiet_steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a dynamic scale; a static one stays as the command line says."""
-        if self.dynamic and state:
-            self.scale = float(state["scale"])
-            self.tolerance = int(state["tolerance"])
-            self.quiet_steps = int(state["quiet_steps"])
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        """Continue a dynamic scale with a dynamic one; others are as the command line says.
+
+        Returns:
+            a sentence for the log where a dynamic scale has nothing to continue, or ""
+        """
+        if not self.dynamic:
+            return ""
+        if not state.get("dynamic", True):      # older checkpoints do not say
+            return (f"the checkpoint's run had no dynamic loss scale; it starts from --initial-loss-scale "
+                    f"{self.scale:g}")
+        self.scale = float(state["scale"])
+        self.tolerance = int(state["tolerance"])
+        self.quiet_steps = int(state["quiet_steps"])
+        return ""

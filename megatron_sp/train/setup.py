@@ -106,7 +106,8 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
         notes = resume_notes(run, saved)
         if saved is not None:
             state = TrainState.from_dict(saved["train"])
-            scaler.load_state_dict(saved["loss_scaler"])
+            if scale_note := scaler.load_state_dict(saved["loss_scaler"]):
+                notes.append(scale_note)
             if not run.train.skip_train:
                 schedule = reconcile(schedule, Schedule.from_dict(saved["schedule"]), run)
     recorder = Recorder(run, device, start_iteration=state.iteration, is_writer=mesh.global_rank == 0)

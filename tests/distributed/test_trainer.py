@@ -83,6 +83,13 @@ def test_fp16_finds_its_scale_and_the_schedule_waits(tmp_path: Path) -> None:
     assert steps(halves, *names) == steps(straight, *names)
 
 
+def test_fp16_after_bf16_starts_its_own_scale(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --save {tmp_path} --save-interval 100 --lr-decay-style constant"
+    assert run_ranks(train, 1, f"{flags} --bf16 --train-iters 2") == [""]
+    assert run_ranks(train, 1, f"{flags} --fp16 --initial-loss-scale 4096 --load {tmp_path} --train-iters 4") == [""]
+    assert steps(tmp_path, "iteration", "loss_scale") == [(1, 1.0), (2, 1.0), (3, 4096.0), (4, 4096.0)]
+
+
 def test_endless_overflow_stops_with_advice_and_is_saved(tmp_path: Path) -> None:
     flags = (f"{LLAMA} --fp16 --initial-loss-scale 4 --min-loss-scale 1 --hysteresis 1 --train-iters 100 "
              f"--save {tmp_path} --save-interval 100")

@@ -127,3 +127,6 @@ def test_what_may_change_is_told() -> None:
     lines = compare.changed(to_dict(run), other)
     assert lines == ["--global-batch-size is 8, was 4 in the checkpoint",
                      "--seed is 1, was 1234 in the checkpoint; the order of the data changes with it"]
+    other = replace(run, precision=replace(run.precision, fp16=True, hysteresis=3))
+    assert compare.changed(to_dict(run), other) == ["--fp16 is on, was off in the checkpoint",
+                                                    "--hysteresis is 3, was 2 in the checkpoint"]

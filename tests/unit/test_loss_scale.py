@@ -62,3 +62,14 @@ def test_resumes_in_the_middle() -> None:
         scaler.update(overflow)
         other.update(overflow)
         assert other.state_dict() == scaler.state_dict()
+
+
+def test_only_a_dynamic_scale_is_continued() -> None:
+    dynamic = Precision(fp16=True, initial_loss_scale=8.0)
+    for precision in (Precision(bf16=True), Precision(fp16=True, loss_scale=2.0)):
+        other = LossScaler(precision)
+        scaler = LossScaler(dynamic)
+        assert "--initial-loss-scale 8" in scaler.load_state_dict(other.state_dict())
+        assert scaler.scale == 8.0
+        assert other.load_state_dict(scaler.state_dict()) == ""
+        assert other.scale == LossScaler(precision).scale
