@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     environment = launch_environment()
     run, notes = load_run(argv, environment.world_size, devices_per_node=environment.local_world_size)
     check_trackers(run.logging)
-    signals = StopSignals()   # before anything that takes time
+    signals = StopSignals.of(run)   # before anything that takes time
 
     from megatron_sp.train.setup import pretrain
 

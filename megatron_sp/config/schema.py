@@ -261,6 +261,8 @@ class Train:
     exit_interval: int = flag(0, "Save and exit after an iteration divisible by this.")
     exit_duration_in_mins: float = flag(0.0, "Save and exit after this many minutes.")
     exit_signal_handler: bool = flag(True, "Save and exit on SIGTERM (always on; accepted for compatibility).")
+    exit_signal: str = flag("SIGTERM", "A signal that saves and exits; SIGTERM and SIGUSR1 always do.",
+                            choices=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"))
     seed: int = flag(1234, "Seed of weights, dropout and data order.")
     eval_interval: int = flag(1000, "Iterations between evaluations.")
     eval_iters: int = flag(100, "Global batches per evaluation; 0: no validation and no test.")

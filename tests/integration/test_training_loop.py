@@ -93,9 +93,11 @@ def test_a_wrong_flag_is_reported_before_torch_is_imported(tmp_path: Path) -> No
     assert ("torch was imported" in process.stderr) if installed else ("pip install tensorboard" in process.stderr)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_exits_with_0_and_resuming_repeats_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    flags = "--train-iters 100000 --lr-decay-style constant --save out --load out --save-interval 100000"
+@pytest.mark.parametrize("number, flag", [
+    (signal.SIGTERM, "--exit-signal SIGUSR2"), (signal.SIGUSR1, ""), (signal.SIGINT, "--exit-signal SIGINT")])
+def test_a_signal_saves_and_exits_with_0_and_resuming_repeats_nothing(tmp_path: Path, number: signal.Signals,
+                                                                      flag: str) -> None:
+    flags = f"--train-iters 100000 --lr-decay-style constant --save out --load out --save-interval 100000 {flag}"
     process = start(tmp_path, flags)
     wait_for(tmp_path / "out" / "metrics.jsonl", 3)
     process.send_signal(number)
