@@ -73,6 +73,9 @@ def check_not_yet(run: Run) -> list[str]:
 def check_length(run: Run) -> list[str]:
     """How long to train."""
     train = run.train
+    if train.skip_train and not train.eval_iters:
+        return ["--skip-train with --eval-iters 0 leaves nothing to do; give --eval-iters 1 or more, or drop "
+                "--skip-train."]
     if train.train_iters and train.train_samples:
         return [f"--train-iters {train.train_iters} and --train-samples {train.train_samples} exclude each other; "
                 f"keep one."]

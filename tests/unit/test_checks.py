@@ -60,6 +60,11 @@ def test_iterations_or_samples():
     assert "less than one step" in one("--global-batch-size 8", base=BASE + " --train-samples 7")
 
 
+def test_evaluation_only_evaluates_something():
+    assert "--eval-iters 0 leaves nothing to do" in one("--skip-train --eval-iters 0")
+    assert problems("--skip-train --eval-iters 1") == []
+
+
 # --- sizes ---------------------------------------------------------------------------------------
 
 def test_hidden_and_heads():
