@@ -1,24 +1,28 @@
 """The reference of all exactness proofs: a GPT and its training step, written plainly from their mathematics.
 
 One process, whole sequences, whole weights, no parallel code, no module of the framework but the
-types of its configuration. Letters: B batch, s sequence, h hidden, n query heads, g key/value heads,
-d head width, V vocabulary (unpadded). Weights are ``[out, in]`` under the framework's parameter names.
+types of its configuration and the source of dropout masks. Letters: B batch, s sequence, h hidden,
+n query heads, g key/value heads, d head width, V vocabulary (unpadded). Weights are ``[out, in]`` under the framework's parameter names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import Model, Run
+from megatron_sp.parallel.random import Dropout
 
 Weights = dict[str, Tensor]
 #: Tokens and labels of a global batch, each ``[B, s]`` int64; labels are -100 where no loss is taken.
 Batch = tuple[Tensor, Tensor]
+#: ``drop(site, x)``, with the head after x for probabilities: x as the dropout of this site leaves it.
+Drop = Callable[..., Tensor]
 
 
 @dataclass
@@ -31,7 +35,43 @@ class Step:
     weights: Weights = field(default_factory=dict)  # after the update
 
 
-def reference_training(weights: Weights, run: Run, batches: Sequence[Batch]) -> list[Step]:
+def keep_all(site: str, x: Tensor, head: int = 0) -> Tensor:
+    """No dropout."""
+    return x
+
+
+def dropout_sites(model: Model) -> list[str]:
+    """Every place that drops: the embedding, and of each layer the attention probabilities and both branches."""
+    places = ("attention", "attention-output", "mlp-output")
+    return ["embedding", *(f"{layer}/{place}" for layer in range(model.num_layers) for place in places)]
+
+
+def keyed_dropout(run: Run) -> Drop:
+    """Dropout of samples 0 .. B-1 with the masks that the framework draws, and nothing else of it.
+
+    Hidden states have a mask for every shard of tokens; probabilities one for every head, whatever the layout, of
+    a block of up to 512 queries.
+    """
+    parallel = run.parallel
+    shards = parallel.sp * (parallel.tp if parallel.megatron_sp else 1)
+
+    def drop(site: str, x: Tensor, head: int = 0) -> Tensor:
+        is_attention = site.endswith("/attention")
+        probability = run.model.attention_dropout if is_attention else run.model.hidden_dropout
+        if probability == 0:
+            return x
+        source = Dropout(probability, run.train.seed, site)
+        length = x.shape[1] if is_attention else x.shape[1] // shards
+        assert not is_attention or length <= 512
+        keys = [(head, 0)] if is_attention else [(shard * length,) for shard in range(shards)]
+        keep = torch.stack([torch.cat([source.keep((length, x.shape[2]), x.device, sample, *key) for key in keys])
+                            for sample in range(x.shape[0])])  # [B, s, h] or [B, s, s]
+        return torch.where(keep, x / (1 - probability), torch.zeros_like(x))
+
+    return drop
+
+
+def reference_training(weights: Weights, run: Run, batches: Sequence[Batch], drop: Drop = keep_all) -> list[Step]:
     """Train the plain model: one step per batch, at the peak learning rate.
 
     Weight decay concerns matrices only, and gradients are clipped by their global norm.
@@ -41,7 +81,7 @@ def reference_training(weights: Weights, run: Run, batches: Sequence[Batch]) -> 
     steps = []
     for tokens, labels in batches:
         optimizer.zero_grad()
-        loss_sum, count = reference_loss(leaves, run, tokens, labels)
+        loss_sum, count = reference_loss(leaves, run, tokens, labels, drop=drop)
         (loss_sum / count).backward()
         gradients: Weights = {}
         for name, leaf in leaves.items():
@@ -69,7 +109,7 @@ def _optimizer(run: Run, leaves: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def reference_loss(weights: Weights, run: Run, tokens: Tensor, labels: Tensor,
-                   positions: Tensor | None = None) -> tuple[Tensor, int]:
+                   positions: Tensor | None = None, drop: Drop = keep_all) -> tuple[Tensor, int]:
     """Loss of a whole batch.
 
     Args:
@@ -77,35 +117,43 @@ def reference_loss(weights: Weights, run: Run, tokens: Tensor, labels: Tensor,
         tokens: ``[B, s]`` int64.
         labels: ``[B, s]`` int64, -100 where no loss is taken.
         positions: ``[B, s]`` int64; default 0 .. s-1.
+        drop: dropout, such as ``keyed_dropout``; default: none.
 
     Returns:
         The sum of the losses of the valid tokens in nats, and their number.
     """
-    logits = reference_logits(weights, run.model, tokens, positions)  # [B, s, V]
+    logits = reference_logits(weights, run.model, tokens, positions, drop)  # [B, s, V]
     log_probabilities = logits - torch.logsumexp(logits, dim=-1, keepdim=True)
     valid = labels != -100
     picked = log_probabilities[valid].gather(-1, labels[valid].unsqueeze(-1))  # [valid, 1]
     return -picked.sum(), int(valid.sum())
 
 
-def reference_logits(weights: Weights, model: Model, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-    """``[B, s, V]`` logits of ``[B, s]`` tokens, without dropout."""
+def reference_logits(weights: Weights, model: Model, tokens: Tensor, positions: Tensor | None = None,
+                     drop: Drop = keep_all) -> Tensor:
+    """``[B, s, V]`` logits of ``[B, s]`` tokens."""
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     x = weights["embedding.word.weight"][tokens]  # [B, s, h]
     if model.position_embedding_type == "learned_absolute":
         x = x + weights["embedding.position.weight"][positions]
+    x = drop("embedding", x)
     for index in range(model.num_layers):
-        x = reference_block(weights, f"layers.{index}", model, x, positions)
+        x = reference_block(weights, f"layers.{index}", model, x, positions, drop)
     x = _norm(weights, "final_norm", model, x)
     tied = not model.untie_embeddings_and_output_weights
     return x @ weights["embedding.word.weight" if tied else "output.weight"].T
 
 
-def reference_block(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor) -> Tensor:
+def reference_block(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor,
+                    drop: Drop = keep_all) -> Tensor:
     """One layer: ``[B, s, h]`` to ``[B, s, h]``."""
-    x = x + _attention(weights, f"{name}.attention", model, _norm(weights, f"{name}.input_norm", model, x), positions)
-    return x + _mlp(weights, f"{name}.mlp", model, _norm(weights, f"{name}.post_attention_norm", model, x))
+    layer = name.removeprefix("layers.")
+    normed = _norm(weights, f"{name}.input_norm", model, x)
+    branch = _attention(weights, f"{name}.attention", model, normed, positions, partial(drop, f"{layer}/attention"))
+    x = x + drop(f"{layer}/attention-output", branch)
+    branch = _mlp(weights, f"{name}.mlp", model, _norm(weights, f"{name}.post_attention_norm", model, x))
+    return x + drop(f"{layer}/mlp-output", branch)
 
 
 def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
@@ -121,7 +169,7 @@ def _norm(weights: Weights, name: str, model: Model, x: Tensor) -> Tensor:
     return x + weights[f"{name}.bias"] if f"{name}.bias" in weights else x
 
 
-def _attention(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor) -> Tensor:
+def _attention(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor, drop: Drop) -> Tensor:
     """Causal attention; query head i reads key/value head ``i * g // n``."""
     n, g, d = model.num_attention_heads, model.num_query_groups, model.kv_channels
     batch, length, _ = x.shape
@@ -138,7 +186,7 @@ def _attention(weights: Weights, name: str, model: Model, x: Tensor, positions: 
         group = head * g // n
         scores = q[:, :, head] @ k[:, :, group].transpose(1, 2) / math.sqrt(d)  # [B, s, s]
         probabilities = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
-        outputs.append(probabilities @ v[:, :, group])  # [B, s, d]
+        outputs.append(drop(probabilities, head) @ v[:, :, group])  # [B, s, d]
     return _linear(weights, f"{name}.output", torch.cat(outputs, dim=-1))
 
 

@@ -19,7 +19,7 @@ from megatron_sp.model.build import build_model
 from megatron_sp.parallel.layout import SequenceLayout
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
-from megatron_sp.proof.reference import Batch, Step, Weights, reference_training
+from megatron_sp.proof.reference import Batch, Drop, Step, Weights, keep_all, reference_training
 from megatron_sp.train.forward_backward import build_engine
 from megatron_sp.train.optimizer import build_optimizer, clip_factor, clip_grad_norm, scale_gradients
 
@@ -138,9 +138,9 @@ def whole_tensors(run: Run, model: nn.Module, mesh: ParallelMesh,
     return whole
 
 
-def reference_step(run: Run, weights: Weights, tokens: Tensor, labels: Tensor) -> Step:
+def reference_step(run: Run, weights: Weights, tokens: Tensor, labels: Tensor, drop: Drop = keep_all) -> Step:
     """The same step by the plain model."""
-    return reference_training(weights, run, [(tokens, labels)])[0]
+    return reference_training(weights, run, [(tokens, labels)], drop)[0]
 
 
 def differences(step: Step, expected: Step) -> dict[str, float]:

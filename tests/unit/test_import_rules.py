@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "model": ("errors", "config", "parallel", "model"),
     "checkpoint": ("errors", "config", "parallel.mesh", "model", "checkpoint"),
     "proof": ("errors", "runtime", "config", "parallel", "data.batch", "data.sampler", "model", "train", "proof"),
-    "proof.reference": ("config.schema",),
+    "proof.reference": ("config.schema", "parallel.random"),
     "proof.shrink": ("errors", "config", "parallel.heads"),
     "plan": ("config", "plan"),
     "train": ("errors", "runtime", "config", "parallel", "data", "model", "checkpoint", "train"),
