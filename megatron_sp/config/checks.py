@@ -168,6 +168,11 @@ def advice(run: Run) -> list[str]:
                      "ranks say --ulysses-size N).")
     if run.precision.loss_scale and not run.precision.fp16:
         notes.append(f"--loss-scale {run.precision.loss_scale:g} has no effect without --fp16.")
+    if run.parallel.ring > 1 and run.train.attention_backend != "auto":
+        notes.append(f"--attention-core {run.train.attention_backend} has no effect with --ring-size "
+                     f"{run.parallel.ring}: a ring is made of block kernels.")
+    if run.precision.grad_reduce_in_bf16 and run.precision.dtype == "float32":
+        notes.append("--grad-reduce-in-bf16 has no effect without --bf16 or --fp16.")
     if (run.data.train_data_path or run.data.mock_data) and run.data.split != Data().split:
         notes.append(f"--split {run.data.split} has no effect: it divides the documents of --data-path.")
     if run.train.manual_gc_interval and not run.train.manual_gc:

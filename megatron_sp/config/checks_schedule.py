@@ -42,24 +42,36 @@ def _units(run: Run) -> list[str]:
     return found
 
 
+def _length(run: Run, *kinds: tuple[str, int]) -> tuple[str, int, float] | None:
+    """The first of flags in tokens, samples, iterations that is given: name, value, and the value in tokens."""
+    per_unit = {"tokens": 1, "samples": run.data.seq_length, "iters": run.data.seq_length * run.train.global_batch_size}
+    return next(((flag, value, value * per_unit[flag.rpartition("-")[2]]) for flag, value in kinds if value), None)
+
+
+def _warmup(run: Run) -> tuple[str, int, float] | None:
+    schedule = run.schedule
+    return _length(run, ("--lr-warmup-tokens", schedule.lr_warmup_tokens),
+                   ("--lr-warmup-samples", schedule.lr_warmup_samples), ("--lr-warmup-iters", schedule.lr_warmup_iters))
+
+
+def _horizon(run: Run) -> tuple[str, int, float] | None:
+    schedule = run.schedule
+    return _length(run, ("--lr-decay-tokens", schedule.lr_decay_tokens),
+                   ("--lr-decay-samples", schedule.lr_decay_samples), ("--lr-decay-iters", schedule.lr_decay_iters))
+
+
+def _converted(first: str, second: str) -> str:
+    same = first.rpartition("-")[2] == second.rpartition("-")[2]
+    return "" if same else " (converted by batch size and sequence length)"
+
+
 def _warmup_is_shorter(run: Run) -> list[str]:
     """The warm-up ends before the decay does (constant rates have no decay to end)."""
-    schedule = run.schedule
-    if schedule.lr_decay_style == "constant":
-        return []
-    batch, length = run.train.global_batch_size, run.data.seq_length
-    warmups = (("--lr-warmup-tokens", schedule.lr_warmup_tokens, 1),
-               ("--lr-warmup-samples", schedule.lr_warmup_samples, length),
-               ("--lr-warmup-iters", schedule.lr_warmup_iters, batch * length))
-    decays = (("--lr-decay-tokens", schedule.lr_decay_tokens, 1),
-              ("--lr-decay-samples", schedule.lr_decay_samples, length),
-              ("--lr-decay-iters", schedule.lr_decay_iters, batch * length))
-    warmup = next((entry for entry in warmups if entry[1]), None)
-    decay = next((entry for entry in decays if entry[1]), None)
-    if warmup is None or decay is None or warmup[1] * warmup[2] < decay[1] * decay[2]:
+    warmup, decay = _warmup(run), _horizon(run)
+    if run.schedule.lr_decay_style == "constant" or warmup is None or decay is None or warmup[2] < decay[2]:
         return []
     return [f"{warmup[0]} {warmup[1]} must be less than the decay horizon {decay[0]} {decay[1]}"
-            f"{'' if warmup[2] == decay[2] else ' (converted by batch size and sequence length)'}."]
+            f"{_converted(warmup[0], decay[0])}."]
 
 
 def _wsd(run: Run) -> list[str]:
@@ -73,12 +85,23 @@ def _wsd(run: Run) -> list[str]:
         unit = "samples" if run.train.train_samples else "iters"
         return [f"--lr-wsd-decay-{unit} is required with --lr-decay-style WSD."] if not used else [
             "--lr-wsd-decay-iters and --lr-wsd-decay-samples exclude each other; keep one."]
-    found = []
-    for flag, horizon in (("iters", schedule.lr_decay_iters), ("samples", schedule.lr_decay_samples)):
-        value = given[f"--lr-wsd-decay-{flag}"]
-        if value and horizon and value > horizon:
-            found.append(f"--lr-wsd-decay-{flag} {value} is above the decay horizon --lr-decay-{flag} {horizon}.")
-    return found
+    return _wsd_fits(run, *next(iter(used.items())))
+
+
+def _wsd_fits(run: Run, flag: str, value: int) -> list[str]:
+    """Warm-up and final decay have room within the horizon; else the rate would jump."""
+    final, decay, warmup = _length(run, (flag, value)), _horizon(run), _warmup(run)
+    if final is None or decay is None:
+        return []
+    if final[2] > decay[2]:
+        return [f"{flag} {value} is above the decay horizon {decay[0]} {decay[1]}{_converted(flag, decay[0])}."]
+    share = run.schedule.lr_warmup_fraction
+    rising = share * decay[2] if share else warmup[2] if warmup else 0.0
+    if final[2] + rising <= decay[2]:
+        return []
+    name = f"--lr-warmup-fraction {share:g}" if share or warmup is None else f"{warmup[0]} {warmup[1]}"
+    return [f"{name} and {flag} {value} overlap: together they are more than the decay horizon {decay[0]} "
+            f"{decay[1]}{_converted(flag, decay[0])}, and the learning rate would jump; lower one of them."]
 
 
 def check_weight_decay(run: Run) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_sp.config import tables
 from megatron_sp.config.bounds import bound_problem
-from megatron_sp.config.foreign import Claims, foreign_flags, translate
+from megatron_sp.config.foreign import PRESET, Claims, foreign_flags, translate
 from megatron_sp.config.options import Option, normalise, schema_options, sections
 from megatron_sp.config.schema import Run
 from megatron_sp.config.values import parse_words, strip_quotes
@@ -31,8 +31,9 @@ class Parsed:
     """A command line as read: the run with holes, notes for the user, and every problem found.
 
     ``spelled`` maps our name of a flag to the spelling the user chose, ``switched`` our flag and
-    value (``--num-query-groups 1``) to the bare switch that means it; ``broken`` holds flags (our
-    names) that were given but could not be read, so that nobody calls them missing.
+    value (``--num-query-groups 1``) to the bare switch that means it; ``filled`` our name of a flag to
+    the preset that filled it in; ``broken`` holds flags (our names) that were given but could not be
+    read, so that nobody calls them missing.
     """
 
     run: Run
@@ -40,6 +41,7 @@ class Parsed:
     problems: list[str]
     spelled: dict[str, str]
     switched: dict[str, str]
+    filled: dict[str, str]
     broken: set[str]
 
 
@@ -211,6 +213,7 @@ def _build(options: dict[str, Option], claims: Claims) -> Parsed:
     chosen: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     spelled: dict[str, str] = {}
     switched: dict[str, str] = {}
+    filled: dict[str, str] = {}
     for key, by_spelling in claims.values.items():
         if not by_spelling:
             continue
@@ -223,12 +226,14 @@ def _build(options: dict[str, Option], claims: Claims) -> Parsed:
         chosen[section][name] = values[-1]
         if key not in options or options[key].kind == "bool":
             continue
-        if claims.given.get(spellings[-1]):
+        if spellings[-1] == PRESET:
+            filled[options[key].flag] = f"{PRESET} {claims.given[PRESET][-1]}"
+        elif claims.given.get(spellings[-1]):
             spelled[options[key].flag] = spellings[-1]
         else:
             switched[f"{options[key].flag} {_show(values[-1])}"] = spellings[-1]
     run = Run(**{section: cls(**chosen[section]) for section, cls in sections().items()})
-    return Parsed(run, claims.notes, claims.problems, spelled, switched, claims.broken)
+    return Parsed(run, claims.notes, claims.problems, spelled, switched, filled, claims.broken)
 
 
 def _claim_text(name: str, value: Any, claims: Claims) -> str:

@@ -59,6 +59,7 @@ class Foreign:
     help: str
 
 
+PRESET = "--model-preset"
 #: Switches that simply set one field: flag -> (field, value).
 SWITCHES: dict[str, tuple[str, Any]] = {
     "--swiglu": ("model.activation", "swiglu"),
@@ -103,7 +104,7 @@ OTHERS: dict[str, Foreign] = {
     "--hierarchical-context-parallel-sizes": Foreign("*", "U R: Ulysses and ring sizes of --cp-comm-type a2a+p2p."),
     "--no-train": Foreign("?", "The same as --skip-train."),
     "--pipe-parallel-size": Foreign(1, "The same as --pipeline-model-parallel-size."),
-    "--model-preset": Foreign(1, f"Fill in the model flags that are not given: {', '.join(PRESETS)}."),
+    PRESET: Foreign(1, f"Fill in the model flags that are not given: {', '.join(PRESETS)}."),
     "--num-experts": Foreign("*", "1 is accepted: a dense model."),
 }
 
@@ -130,7 +131,7 @@ def translate(claims: Claims) -> None:
 
 def _preset(claims: Claims) -> None:
     """A published shape: fills in what no other flag says, and shows it."""
-    name = (claims.read("--model-preset", str) or "").lower()
+    name = (claims.read(PRESET, str) or "").lower()
     if not name:
         return
     if name not in PRESETS:
@@ -138,9 +139,21 @@ def _preset(claims: Claims) -> None:
         return
     filled = {key: value for key, value in PRESETS[name].items() if not claims.values.get(f"model.{key}")}
     for key, value in filled.items():
-        claims.claim(f"model.{key}", value, "--model-preset")
-    said = ", ".join(f"{key} {value}" for key, value in filled.items())
-    claims.notes.append(f"--model-preset {name} stands for: {said}.")
+        claims.claim(f"model.{key}", value, PRESET)
+    said = [words for key, value in filled.items() if (words := _as_flag(f"model.{key}", value))]
+    claims.notes.append(f"--model-preset {name} stands for: {' '.join(said)}")
+
+
+def _as_flag(key: str, value: Any) -> str:
+    """What to write for a field's value; "" for a default without a flag of its own."""
+    option = schema_options().get(key)
+    if option is None:
+        return next((flag for flag, said in SWITCHES.items() if said == (key, value)), "")
+    if key == "model.num_query_groups":
+        return f"--num-key-value-heads {value}"  # the other spelling needs a switch beside it
+    if option.kind == "bool":
+        return option.flag if value != option.default else ""
+    return f"{option.flag} {value}"
 
 
 def _activation(claims: Claims) -> None:

@@ -62,4 +62,6 @@ def _in_users_words(text: str, parsed: Parsed) -> str:
     """``text`` with each flag in the spelling of the command line."""
     for said, switch in parsed.switched.items():
         text = re.sub(re.escape(said) + r"(?![\w.-])", switch, text)
-    return re.sub(r"--[A-Za-z][\w-]*", lambda match: parsed.spelled.get(match[0], match[0]), text)
+    origins = {preset for flag, preset in parsed.filled.items() if _names(flag, text)}
+    text = re.sub(r"--[A-Za-z][\w-]*", lambda match: parsed.spelled.get(match[0], match[0]), text)
+    return text + "".join(f" ({preset} fills in values that are named here.)" for preset in sorted(origins))

@@ -273,11 +273,13 @@ class Train:
     manual_gc: bool = flag(False, "Collect Python's garbage on all ranks at the same moments instead of when each "
                                   "likes: before training, around evaluations, every manual-gc-interval iterations.")
     manual_gc_interval: int = flag(0, "Iterations between collections under --manual-gc; 0: none between.")
-    attention_backend: str = flag("auto", "Attention core: auto, sdpa (torch's fused attention), flash (flash "
-                                          "attention 4, 3 or 2 as found; GPU, half precision) or unfused (the "
-                                          "quadratic reference).", "--attention-core",
+    attention_backend: str = flag("auto", "Attention core: sdpa (torch's fused attention), flash (flash attention 4, 3 "
+                                          "or 2 as found; GPU, half precision) or unfused (the quadratic reference); "
+                                          "auto: another package's flash where it is installed and agrees with the "
+                                          "reference, else sdpa.", "--attention-core",
                                   choices=("auto", "sdpa", "flash", "unfused"))
-    fused_kernels: str = flag("auto", "Norm kernels: torch's (also auto), apex or liger (GPU).",
+    fused_kernels: str = flag("auto", "Norm kernels: torch's, apex or liger; auto: on a GPU the first of "
+                                     "the two that is installed and agrees with torch, else torch's.",
                               choices=("auto", "torch", "apex", "liger"))
     compile: bool = flag(False, "Compile each layer with torch.compile; needs dropout 0.")
     check_for_nan_in_loss_and_grad: bool = flag(True, "Stop when loss or gradient norm is not finite.",

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.model.kernels import flash_attention
+from megatron_sp.model.kernels import TORCH_FLASH, agree, flash_attention, forget_flash_attention
 from megatron_sp.parallel.random import Dropout
 from megatron_sp.parallel.recompute import recompute
 
@@ -58,6 +58,7 @@ class AttentionCore(Protocol):
     """The signature all cores share."""
 
     capabilities: Capabilities
+    description: str
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
@@ -97,6 +98,7 @@ class UnfusedCore:
     """The quadratic reference: forms all probabilities at once; for tests and small runs."""
 
     capabilities = Capabilities(dropout=True, lse=True, linear_memory=False)
+    description = "unfused"
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
@@ -131,6 +133,7 @@ class SDPACore:
     """torch's scaled_dot_product_attention; dropout in query blocks."""
 
     capabilities = Capabilities(dropout=True)
+    description = "torch's scaled_dot_product_attention"
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
@@ -155,17 +158,37 @@ class FlashCore:
         return self.function(q, k, v, causal)
 
 
-def build_core(name: str, *, dropout: bool, device: torch.device = CPU) -> AttentionCore:
+def found_flash(device: torch.device, head_dim: int) -> FlashCore | None:
+    """Another package's flash attention that agrees with the unfused core at this head width.
+
+    torch's own is no better than what ``SDPACore`` chooses, and takes fewer shapes.
+    """
+    core = FlashCore(device)
+    if core.description != TORCH_FLASH:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, 64, heads, head_dim, generator=generator).to(device, torch.bfloat16).requires_grad_()
+                   for heads in (4, 2, 2))
+        if agree(lambda: core(q, k, v), lambda: UnfusedCore()(q, k, v), (q, k, v)):
+            return core
+    forget_flash_attention()
+    return None
+
+
+def build_core(name: str, *, dropout: bool, device: torch.device = CPU, half_head_dim: int = 0) -> AttentionCore:
     """The core of this name.
+
+    Args:
+        half_head_dim: head width where attention computes in half precision, else 0; lets auto look for flash.
 
     Raises:
         ConfigError: it lacks a capability that the run needs, or a GPU.
     """
-    core: AttentionCore
+    core: AttentionCore | None = None
     if name == "flash":
         core = FlashCore(device)
-    else:
-        core = UnfusedCore() if name == "unfused" else SDPACore()
+    elif name == "auto" and device.type == "cuda" and half_head_dim and not dropout:
+        core = found_flash(device, half_head_dim)
+    core = core or (UnfusedCore() if name == "unfused" else SDPACore())
     if dropout and not core.capabilities.dropout:
         raise ConfigError(f"--attention-core {name} cannot drop attention probabilities; "
                           "pass --attention-dropout 0 or another backend")

@@ -18,6 +18,8 @@ from megatron_sp.parallel.ring import BlockKernel, Triple
 class PlainKernel:
     """Unfused, in blocks of queries; any device, any type."""
 
+    description = "unfused in query blocks"
+
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ring.BlockKernel``."""
@@ -57,6 +59,8 @@ class PlainKernel:
 class FlashKernel:
     """torch's fused CPU attention with its log-sum-exp; grouped key/value heads are native."""
 
+    description = "torch's fused attention"
+
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ring.BlockKernel``."""
@@ -74,6 +78,8 @@ class FlashKernel:
 
 class GPUFlashKernel:
     """torch's flash attention on a GPU with its log-sum-exp; what it does not take goes the plain way."""
+
+    description = "torch's flash attention"
 
     def __init__(self) -> None:
         self.plain = PlainKernel()

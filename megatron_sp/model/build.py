@@ -10,12 +10,12 @@ from torch import nn
 from megatron_sp.config.schema import Run
 from megatron_sp.config.stages import stage_layers
 from megatron_sp.model.attention import AttentionPlan
-from megatron_sp.model.attention_core import FlashCore, build_core
+from megatron_sp.model.attention_core import AttentionCore, SDPACore, build_core
 from megatron_sp.model.attention_kernels import block_kernel
 from megatron_sp.model.block import Block
 from megatron_sp.model.gpt import GPT, Embedding
 from megatron_sp.model.init import initialise
-from megatron_sp.model.kernels import norm_kernels
+from megatron_sp.model.kernels import NormKernels, norm_kernels
 from megatron_sp.model.norm import Norm
 from megatron_sp.parallel.heads import HeadSplit
 from megatron_sp.parallel.mesh import ParallelMesh
@@ -42,9 +42,7 @@ def plan_head_groups(run: Run, mesh: ParallelMesh, plan: AttentionPlan) -> list[
 
 def plan_heads(run: Run, mesh: ParallelMesh, heads: HeadSplit) -> AttentionPlan:
     """A core wrapped for these heads."""
-    model = run.model
-    core = build_core(run.train.attention_backend, dropout=model.attention_dropout > 0, device=mesh.device)
-    kernel = block_kernel(mesh.device)
+    core, kernel = attention_core(run, mesh.device), block_kernel(mesh.device)
     overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
     wrapped = parallel_attention(core, kernel, heads, mesh, overlap=overlap, compiled=run.train.compile)
     return AttentionPlan(heads, wrapped, first_query_head(heads, mesh))
@@ -137,7 +135,7 @@ def use_kernels(model: GPT, run: Run, device: torch.device) -> None:
 
     Only a layer's arithmetic is compiled: recomputation and FSDP's hooks stay around it.
     """
-    kernels = norm_kernels(run.train.fused_kernels, device)
+    kernels = fused_norms(run, device)
     for module in model.modules():
         if isinstance(module, Norm):
             module.kernels = kernels
@@ -145,15 +143,29 @@ def use_kernels(model: GPT, run: Run, device: torch.device) -> None:
             module.compute = torch.compile(module.compute)  # type: ignore[method-assign]
 
 
+def attention_core(run: Run, device: torch.device) -> AttentionCore:
+    """The core that ``--attention-core`` means here."""
+    half_head_dim = run.model.head_dim if run.precision.dtype != "float32" else 0
+    return build_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
+                      half_head_dim=half_head_dim)
+
+
+def fused_norms(run: Run, device: torch.device) -> NormKernels:
+    """The norms that ``--fused-kernels`` means here; compiled layers have torch's unless others are named."""
+    choice = run.train.fused_kernels
+    return norm_kernels("torch" if choice == "auto" and run.train.compile else choice, device)
+
+
 def kernels_in_words(run: Run, device: torch.device) -> str:
     """One line on what a run computes with."""
-    core = build_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device)
-    what = core.description if isinstance(core, FlashCore) else type(core).__name__.removesuffix("Core")
-    words = {"SDPA": "torch's scaled_dot_product_attention", "Unfused": "unfused"}.get(what, what)
-    if run.model.attention_dropout > 0 and what == "SDPA":
-        words = "unfused in query blocks (because of --attention-dropout)"
-    norms = norm_kernels(run.train.fused_kernels, device).name
-    return (f"kernels: attention {words}; norms {norms}; optimizer torch"
+    if run.parallel.ring > 1:
+        words = f"{block_kernel(device).description} (blocks of a ring)"
+    else:
+        core = attention_core(run, device)
+        words = core.description
+        if run.model.attention_dropout > 0 and isinstance(core, SDPACore):
+            words = "unfused in query blocks (because of --attention-dropout)"
+    return (f"kernels: attention {words}; norms {fused_norms(run, device).name}; optimizer torch"
             f"{' (fused)' if run.optimizer.optimizer != 'sgd' else ''}; "
             f"layers {'compiled' if run.train.compile else 'not compiled'}")
 

@@ -24,6 +24,8 @@ LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Te
 #: (q [b, s, n, d], k, v [b, s, g, d], causal) -> o [b, s, n, d]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
+#: What is left where no other flash attention is found.
+TORCH_FLASH = "torch's flash attention"
 #: Module that shows a package's presence, and the name under which pip knows it.
 PACKAGES = {"apex": ("apex.normalization.fused_layer_norm", "apex (from source: github.com/NVIDIA/apex)"),
             "liger": ("liger_kernel.ops", "liger-kernel"),
@@ -40,11 +42,13 @@ class NormKernels:
 
 
 def norm_kernels(choice: str, device: torch.device) -> NormKernels:
-    """The kernels of ``--fused-kernels``; auto is torch, whose norms are fused on a GPU.
+    """The kernels of ``--fused-kernels``; auto: on a GPU the first package that is there and agrees with torch.
 
     Raises:
         ConfigError: named, but there is no GPU or no such package.
     """
+    if choice == "auto" and device.type == "cuda":
+        return _found_norms(device)
     if choice in ("auto", "torch"):
         return NormKernels()
     flag = f"--fused-kernels {choice}"
@@ -69,6 +73,44 @@ def norm_kernels(choice: str, device: torch.device) -> NormKernels:
     return NormKernels("liger", liger_rms, layer.apply)
 
 
+def _found_norms(device: torch.device) -> NormKernels:
+    for name in ("apex", "liger"):
+        try:
+            kernels = norm_kernels(name, device)
+        except ConfigError:
+            continue
+        if norms_agree(kernels, device):
+            return kernels
+    return NormKernels()
+
+
+def norms_agree(kernels: NormKernels, device: torch.device) -> bool:
+    """Whether norms, and their gradients, are torch's on a small example: another package's interface may change."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_()
+                       for shape in ((16, 64), (64,), (64,)))
+    pairs: list[tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]] = []
+    if (rms := kernels.rms_norm) is not None:
+        pairs.append((lambda: rms(x, weight, 1e-5), lambda: F.rms_norm(x, (64,), weight, 1e-5)))
+    if (layer := kernels.layer_norm) is not None:
+        pairs.append((lambda: layer(x, weight, bias, 1e-5), lambda: F.layer_norm(x, (64,), weight, bias, 1e-5)))
+    return all(agree(found, wanted, (x, weight)) for found, wanted in pairs)
+
+
+def agree(found: Callable[[], torch.Tensor], wanted: Callable[[], torch.Tensor],
+          inputs: tuple[torch.Tensor, ...]) -> bool:
+    """Whether two ways to compute give the same in half precision, forward and backward; a failure is a no."""
+    try:
+        results = []
+        for compute in (found, wanted):
+            result = compute()
+            results.append([result, *torch.autograd.grad(result.float().square().sum(), inputs)])
+        return all(torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05 * float(y.abs().max()))
+                   for x, y in zip(*results))
+    except Exception:  # noqa: BLE001 (whatever another package raises, it is not used)
+        return False
+
+
 def flash_attention(device: torch.device) -> tuple[str, Attend]:
     """The newest flash attention found: 4 or 3 through torch's registry, package flash-attn 2, torch's own.
 
@@ -86,8 +128,15 @@ def flash_attention(device: torch.device) -> tuple[str, Attend]:
     try:
         function = importlib.import_module(PACKAGES["flash"][0]).flash_attn_func
     except (ImportError, AttributeError, OSError):
-        return "torch's flash attention", torch_flash
+        return TORCH_FLASH, torch_flash
     return "flash attention 2 (flash-attn)", lambda q, k, v, causal: function(q, k, v, causal=causal)
+
+
+def forget_flash_attention() -> None:
+    """Undo what ``flash_attention`` activated in torch's registry."""
+    restore = getattr(attention, "restore_flash_attention_impl", None)
+    if restore is not None:
+        restore()
 
 
 def torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

@@ -25,6 +25,8 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class BlockKernel(Protocol):
     """Attention of some queries to some keys, with what is needed to merge and to go back."""
 
+    description: str
+
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """q [b, t, n, d], k, v [b, t', g, d] -> o [b, t, n, d], log-sum-exp [b, n, t] (at least fp32)"""

@@ -33,6 +33,7 @@ class MatchedKernel:
 
     def __init__(self, kernel: BlockKernel, groups: tuple[int, ...]):
         self.kernel, self.groups = kernel, groups
+        self.description = kernel.description
 
     def _spread(self, x: torch.Tensor) -> torch.Tensor:
         """[b, t, g, d] -> [b, t, n, d]"""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_sp.config.checks import check_problems
+from megatron_sp.config.load import load_run
 from megatron_sp.errors import ConfigError
-from megatron_sp.model.attention_core import build_core
+from megatron_sp.model import attention_core, kernels
+from megatron_sp.model.attention_core import UnfusedCore, build_core
 from megatron_sp.model.attention_kernels import FlashKernel, GPUFlashKernel, PlainKernel, agrees_with_plain
 from megatron_sp.model.build import kernels_in_words
 from megatron_sp.model.kernels import PACKAGES, norm_kernels
@@ -21,6 +25,8 @@ from megatron_sp.train.optimizer import local_part
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks
 
+TRAINING = ("--mock-data --tokenizer-type NullTokenizer --vocab-size 97 --seq-length 32 --train-iters 1 --lr 1e-3 "
+            "--attention-dropout 0")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -31,6 +37,36 @@ def test_a_named_kernel_that_is_not_there_is_a_mistake(choice: str) -> None:
     with pytest.raises(ConfigError, match=f"--fused-kernels {choice} needs the package {PACKAGES[choice][1][:4]}"):
         norm_kernels(choice, GPU)
     assert norm_kernels("auto", GPU) == norm_kernels("torch", CPU)
+
+
+@pytest.mark.parametrize("offset, used", [(0.0, "apex"), (0.2, "torch")])
+def test_auto_takes_a_package_that_agrees(monkeypatch: pytest.MonkeyPatch, offset: float, used: str) -> None:
+    """A package of another version may be there and mean something else."""
+    package = SimpleNamespace(
+        fused_rms_norm_affine=lambda x, weight, shape, eps: F.rms_norm(x, tuple(shape), weight + offset, eps),
+        fused_layer_norm_affine=lambda x, weight, bias, shape, eps: F.layer_norm(x, tuple(shape), weight, bias, eps))
+    monkeypatch.setitem(sys.modules, PACKAGES["apex"][0], package)
+    monkeypatch.setattr(kernels, "_require_gpu", lambda flag, device: None)
+    assert kernels._found_norms(CPU).name == used
+
+
+@pytest.mark.parametrize("function, used", [
+    (lambda q, k, v, causal: UnfusedCore()(q, k, v, causal=causal), True),
+    (lambda q, k, v, causal: UnfusedCore()(q, k, v, causal=not causal), False),
+    (lambda q, k, v: q, False)])
+def test_auto_takes_flash_attention_that_agrees(monkeypatch: pytest.MonkeyPatch, function: Any, used: bool) -> None:
+    monkeypatch.setattr(attention_core, "flash_attention", lambda device: ("flash attention 9", function))
+    assert (attention_core.found_flash(CPU, 32) is not None) is used
+    monkeypatch.setattr(attention_core, "flash_attention", lambda device: (kernels.TORCH_FLASH, function))
+    assert attention_core.found_flash(CPU, 32) is None
+
+
+def test_a_ring_is_named_by_its_blocks() -> None:
+    run = tiny_run([*STYLES["llama"].split(), "--ring-size", "2"], 2)
+    assert kernels_in_words(run, CPU).startswith("kernels: attention torch's fused attention (blocks of a ring);")
+    flags = f"{STYLES['llama']} {TRAINING} --ring-size 2 --attention-core unfused"
+    assert any("--attention-core unfused has no effect with --ring-size 2" in note
+               for note in load_run(flags.split(), 2)[1])
 
 
 def test_flash_is_refused_without_a_gpu_and_with_dropout() -> None:

@@ -8,6 +8,7 @@ from megatron_sp.config.flags import parse
 from megatron_sp.config.load import load_run
 from megatron_sp.config.presets import PRESETS
 from megatron_sp.config.schema import Model, Run
+from megatron_sp.errors import ConfigError
 
 TRAINING = "--seq-length 1024 --lr 1e-4 --train-iters 10 --mock-data --vocab-size 50257".split()
 
@@ -46,8 +47,22 @@ def test_every_preset_is_a_valid_model(name: str) -> None:
 def test_a_given_flag_counts_and_the_rest_is_shown() -> None:
     run, notes = load_run([*TRAINING, "--model-preset", "llama3-8b", "--num-layers", "2"], 1)
     assert run.model.num_layers == 2 and run.model.num_query_groups == 8
-    assert any("stands for: hidden_size 4096" in note or "hidden_size 4096" in note for note in notes)
-    assert not any("num_layers 32" in note for note in notes)
+    (note,) = [note for note in notes if "stands for" in note]
+    assert "--hidden-size 4096" in note and "--num-layers" not in note
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_flags_shown_give_the_same_model(name: str) -> None:
+    run, notes = load_run([*TRAINING, "--model-preset", name], 1)
+    (note,) = [note for note in notes if "stands for" in note]
+    assert load_run([*TRAINING, *note.partition("stands for: ")[2].split()], 1)[0].model == run.model
+
+
+def test_a_mistake_names_the_flag_and_the_preset_that_filled_it_in() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_run([*TRAINING, "--model-preset", "llama3-8b", "--num-attention-heads", "2"], 1)
+    assert "--num-query-groups 8 does not divide --num-attention-heads 2" in str(error.value)
+    assert "--model-preset llama3-8b fills in" in str(error.value)
 
 
 def test_an_unknown_preset_lists_the_known_ones() -> None:
