@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
     from megatron_sp.config.schema import Parallel
 
+#: What gloo and NCCL say when another rank is gone.
+PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
+                "NCCL communicator was aborted")
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -112,7 +116,10 @@ def stop() -> None:
 
 
 def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run a program's ``main(argv)`` and exit; a user's mistake is printed once and exits with 2."""
+    """Run a program's ``main(argv)`` and exit; a user's mistake is printed once and exits with 2.
+
+    A rank that another one left behind says so in a line, so that the other's message is not buried.
+    """
     try:
         code = main(sys.argv[1:]) or 0
     except UserError as error:
@@ -127,6 +134,13 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
     except BrokenPipeError:
         # a reader such as `head` has seen enough; other ranks wait for this one, so let the launcher end them
         code = 0 if os.environ.get("WORLD_SIZE", "1") == "1" else 128 + signal.SIGPIPE
+    except RuntimeError as error:
+        sign = next((words for words in PEER_IS_GONE if words in str(error)), "")
+        if not sign or os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        print(f"rank {os.environ.get('RANK')} stopped because another rank ended ({sign}); its message is above or in "
+              "its log", file=sys.stderr, flush=True)
+        code = 1
     if "torch" in sys.modules:
         # Threads of process groups outlive them, and one that meets the interpreter while it shuts down
         # aborts the process ("terminate called without an active exception"): leave without a shutdown.

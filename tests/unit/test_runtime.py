@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,31 @@ def test_the_same_mistake_in_the_next_attempt_is_said_again(variables: list[dict
     for attempt in variables:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | attempt)
         assert done.returncode == 2 and done.stderr.strip() == f"DataError: file {id(variables)} is missing"
+
+
+def test_a_rank_that_lost_its_peer_does_not_bury_the_peers_message(tmp_path: Path) -> None:
+    code = ("import sys\nfrom megatron_sp.runtime import launch_environment, run_program\n"
+            "from megatron_sp.errors import DataError\n"
+            "def main(argv):\n    import torch\n    import torch.distributed as dist\n"
+            "    rank = launch_environment().rank\n"
+            "    dist.init_process_group('gloo', init_method=argv[0], rank=rank, world_size=2)\n"
+            "    dist.all_reduce(torch.ones(3))\n"
+            "    if rank == 1:\n        raise DataError('file x is damaged')\n"
+            "    if argv[1] == 'bug':\n        raise RuntimeError('a bug')\n"
+            "    dist.all_reduce(torch.ones(3))\nrun_program(main)")
+
+    def run_both(kind: str) -> list[tuple[int, str]]:
+        both = [subprocess.Popen([sys.executable, "-c", code, f"file://{tmp_path / kind}", kind], text=True,
+                                 stderr=subprocess.PIPE, env=os.environ | {"RANK": rank, "WORLD_SIZE": "2"})
+                for rank in "01"]
+        said = [process.communicate(timeout=60)[1].strip() for process in both]
+        return [(process.returncode, text) for process, text in zip(both, said, strict=True)]
+
+    left, failed = run_both("peer")
+    assert failed == (2, "DataError: file x is damaged")
+    assert left[0] == 1 and left[1].startswith("rank 0 stopped because another rank ended (") and "\n" not in left[1]
+    left, _ = run_both("bug")
+    assert left[0] == 1 and "Traceback" in left[1] and "a bug" in left[1]
 
 
 def test_an_interrupt_leaves_no_traceback() -> None:
