@@ -267,8 +267,8 @@ class Train:
     eval_interval: int = flag(1000, "Iterations between evaluations.")
     eval_iters: int = flag(100, "Global batches per evaluation; 0: no validation and no test.")
     skip_train: bool = flag(False, "Evaluate only.")
-    check_replicas: int = flag(0, "Every this many iterations compare the copies of each weight bit by bit and stop "
-                                  "when ranks differ; 0: never.",
+    check_replicas: int = flag(0, "Every this many iterations compare the copies of each weight and moment bit by bit "
+                                  "and stop when ranks differ; 0: never.",
                                "--check-replicas", "--check-weight-hash-across-dp-replicas-interval")
     manual_gc: bool = flag(False, "Collect Python's garbage on all ranks at the same moments instead of when each "
                                   "likes: before training, around evaluations, every manual-gc-interval iterations.")

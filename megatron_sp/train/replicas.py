@@ -2,7 +2,8 @@
 
 A weight has copies over data- and sequence-parallel ranks (ZeRO stage 0, hybrid sharding), over ``tp``
 (norms, biases, key/value heads that tp does not divide), and at both ends of a pipeline when the
-embeddings are tied. Each copy's bits are hashed to one number; a reduction per kind of copy compares them.
+embeddings are tied; the optimizer's moments have the same. Each copy's bits are hashed to one number; a
+reduction per kind of copy compares them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Copies(NamedTuple):
-    """Weights of which every rank of a group has a copy: what they are copied over, and hashes by name."""
+    """Tensors of which every rank of a group has a copy: what they are copied over, and hashes by name."""
 
     axis: str
     group: dist.ProcessGroup
@@ -47,13 +48,14 @@ def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int) -> None:
-    """Compare all copies; all ranks call it, and all find the same.
+def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int,
+                   optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Compare all copies, of the optimizer's moments too; all ranks call it, and all find the same.
 
     Raises:
         TrainingError: naming the first weights that differ and the ranks that hold them.
     """
-    different = [(copies, names) for copies in _copies(model, mesh) if (names := _different(copies))]
+    different = [(copies, names) for copies in _copies(model, mesh, optimizer) if (names := _different(copies))]
     unlike_here = _tied_copies_here_differ(model)
     if not float(mesh.sum_over(float(len(different) + unlike_here), "world")):
         return
@@ -75,11 +77,20 @@ def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int) -> None
         "then go back to an earlier checkpoint with --ckpt-step")
 
 
-def _copies(model: nn.Module, mesh: ParallelMesh) -> Iterator[Copies]:
-    """The weights of this rank by what they are copied over; the same sequence on all ranks of a group."""
+def _with_moments(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, each followed by what the optimizer keeps of its shape, which is split and copied alike."""
+    for name, p in model.named_parameters():
+        yield name, p
+        for key, value in (optimizer.state.get(p, {}) if optimizer is not None else {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == p.shape and value.ndim:
+                yield f"{name} ({key})", value
+
+
+def _copies(model: nn.Module, mesh: ParallelMesh, optimizer: torch.optim.Optimizer | None) -> Iterator[Copies]:
+    """The tensors of this rank by what they are copied over; the same sequence on all ranks of a group."""
     hashes: dict[str, torch.Tensor] = {}
     over: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
-    for name, p in model.named_parameters():
+    for name, p in _with_moments(model, optimizer):
         names = (p.device_mesh.mesh_dim_names or ()) if isinstance(p, DTensor) else ()
         if "replicate" not in names and mesh.size("fsdp") > 1:  # whole copies, outside FSDP
             hashes[name] = bit_hash(local_part(p))

@@ -112,7 +112,7 @@ class Trainer:
             self._refuse_endless_skipping()
             if self._is_due(self.run.train.check_replicas):
                 with self.recorder.timers("check-replicas"):
-                    check_replicas(self.model, self.mesh, self.state.iteration)
+                    check_replicas(self.model, self.mesh, self.state.iteration, self.optimizer)
             self.garbage.after_step(self.state.iteration)
             if self.is_finished():
                 break

@@ -12,7 +12,7 @@ from megatron_sp.errors import TrainingError
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
-from megatron_sp.train.optimizer import local_part
+from megatron_sp.train.optimizer import build_optimizer, local_part
 from megatron_sp.train.replicas import check_replicas
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks
@@ -42,6 +42,29 @@ def verdicts(flags: str, spoiled: list[tuple[str, int]]) -> list[str]:
             undo[-1] ^= 1
     assert _verdict(model, mesh) == ""
     return found
+
+
+def moments_verdict() -> str:
+    """What is said of a moment that differs on rank 1."""
+    run = tiny_run(LLAMA.split(), dist.get_world_size())
+    mesh = ParallelMesh.build(run.parallel)
+    model = build_model(run, mesh)
+    optimizer = build_optimizer(run, model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    check_replicas(model, mesh, 8, optimizer)
+    weight = dict(model.named_parameters())["layers.0.mlp.up.weight"]
+    if dist.get_rank() == 1:
+        optimizer.state[weight]["exp_avg"].view(-1)[3] *= 2
+    with pytest.raises(TrainingError) as error:
+        check_replicas(model, mesh, 8, optimizer)
+    return str(error.value)
+
+
+def test_moments_are_compared_too() -> None:
+    for said in run_ranks(moments_verdict, 2):
+        assert "layers.0.mlp.up.weight (exp_avg): rank" in said
 
 
 def _verdict(model: torch.nn.Module, mesh: ParallelMesh) -> str:
