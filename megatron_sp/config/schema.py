@@ -72,7 +72,8 @@ class Model:
     embedding_init_method_std: float = flag(0.0, "Standard deviation of the initial embeddings; "
                                                  "default: init-method-std.",
                                             "--embedding-init-method-std", "--word-embedding-init-std")
-    init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead of normal ones.")
+    init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead of normal ones; also of "
+                                                   "embeddings, unless --embedding-init-method-std is given.")
     attention_dropout: float = flag(0.1, "Dropout of attention probabilities.")
     hidden_dropout: float = flag(0.1, "Dropout of the embedding and of each residual branch.")
     make_vocab_size_divisible_by: int = flag(128, "Pad the vocabulary to a multiple of this times the tensor-parallel "

@@ -35,11 +35,10 @@ def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) ->
     if "norm." in name:
         return torch.zeros(shape) if model.apply_layernorm_1p else torch.ones(shape)
     generator = torch.Generator().manual_seed(parameter_seed(seed, name))
-    if model.init_method_xavier_uniform:
+    own_std = model.embedding_init_method_std if name.startswith("embedding.") else 0.0
+    if model.init_method_xavier_uniform and not own_std:
         return nn.init.xavier_uniform_(torch.empty(shape), generator=generator)
-    std = model.init_method_std
-    if name.startswith("embedding."):
-        std = model.embedding_init_method_std or std
+    std = own_std or model.init_method_std
     if name.endswith(RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * model.num_layers)
     return torch.empty(shape).normal_(0.0, std, generator=generator)

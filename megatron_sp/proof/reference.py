@@ -2,7 +2,8 @@
 
 One process, whole sequences, whole weights, no parallel code, no module of the framework but the
 types of its configuration and the source of dropout masks. Letters: B batch, s sequence, h hidden,
-n query heads, g key/value heads, d head width, V vocabulary (unpadded). Weights are ``[out, in]`` under the framework's parameter names.
+n query heads, g key/value heads, d head width, V vocabulary (unpadded). Weights are ``[out, in]`` under
+the names that the framework gives its parameters.
 """
 
 from __future__ import annotations

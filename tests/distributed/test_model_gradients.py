@@ -144,3 +144,29 @@ def test_initial_weights_have_the_promised_spread() -> None:
         else:
             shrink = 2.0 if name.endswith(("attention.output.weight", "mlp.down.weight")) else 1.0  # sqrt(2 x 2 layers)
             assert float(weight.std()) * shrink == pytest.approx(0.02, rel=0.05), name
+
+
+def _drawn(flags: list[str]) -> list[Weights]:
+    """On a rank: the matrices drawn with each of these flags, by name."""
+    cases = [Case(words, 1, words, "gpt2", "--num-layers 3") for words in flags]
+    return [{name: weight for name, weight in _initial_weights(case).items() if weight.ndim == 2} for case in cases]
+
+
+def test_initial_weights_follow_their_flags() -> None:
+    """Normal with the embeddings' own spread, or uniform within sqrt(6 / (in + out)) (Glorot and Bengio 2010)."""
+    flags = ["--init-method-std 0.01", "--init-method-std 0.01 --embedding-init-method-std 0.05",
+             "--init-method-xavier-uniform", "--init-method-xavier-uniform --embedding-init-method-std 0.05"]
+    ((same, apart, xavier, mixed),) = run_ranks(_drawn, 1, flags)
+    for name in same:
+        is_embedding, is_residual = name.startswith("embedding."), name.endswith(("attention.output.weight",
+                                                                                  "mlp.down.weight"))
+        shrink = 6**0.5 if is_residual else 1.0     # sqrt(2 x 3 layers)
+        assert float(same[name].std()) * shrink == pytest.approx(0.01, rel=0.05), name
+        assert float(apart[name].std()) * shrink == pytest.approx(0.05 if is_embedding else 0.01, rel=0.05), name
+        bound = (6 / sum(xavier[name].shape))**0.5
+        assert bound * 0.99 < float(xavier[name].abs().max()) <= bound, name
+        assert float(xavier[name].std()) == pytest.approx(bound / 3**0.5, rel=0.05), name
+        if is_embedding:
+            assert float(mixed[name].std()) == pytest.approx(0.05, rel=0.05), name
+        else:
+            assert torch.equal(mixed[name], xavier[name]), name
