@@ -4,7 +4,7 @@ Named after what happens to the tensor. ``w`` is the number of ranks in the grou
 Megatron pairs are from Shoeybi et al. (arXiv 1909.08053) section 3 and Korthikanti et al.
 (arXiv 2205.05198) section 4.2; the all-to-all is DeepSpeed-Ulysses (arXiv 2309.14509) section 3.1.
 
-Functional collectives are used but for ``start_all_to_all``: they return new tensors, are safe under
+Functional collectives are used throughout: they return new tensors, are safe under
 recomputation and can be compiled.
 """
 
@@ -106,21 +106,20 @@ class _Pending:
 
     def __init__(self, send: Sequence[int], receive: Sequence[int], group: Group):
         self.send, self.receive, self.group = list(send), list(receive), group
-        self.under_way: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
+        self.under_way: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def start(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         """A buffer that is filled by the time ``wait`` returns."""
         x = x.contiguous()
-        buffer = x.new_empty(sum(receive), *x.shape[1:])
-        work = dist.all_to_all_single(buffer, x, receive, send, group=self.group, async_op=True)
-        self.under_way = work, x, buffer
+        # the operator that selective recomputation knows; its Python form would wait on first use, too early
+        buffer = torch.ops._c10d_functional.all_to_all_single(x, receive, send, self.group.group_name)
+        self.under_way = x, buffer
         return buffer
 
     def wait(self) -> torch.Tensor:
         """The filled buffer. On a GPU the current stream waits, not the CPU."""
         assert self.under_way is not None
-        work, _, buffer = self.under_way
-        work.wait()
+        buffer = functional.wait_tensor(self.under_way[1])
         self.under_way = None
         return buffer
 
@@ -140,8 +139,7 @@ class _FinishAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, buffer: torch.Tensor, pending: _Pending) -> torch.Tensor:
         ctx.pending = pending
-        pending.wait()
-        return buffer.view_as(buffer)
+        return pending.wait().view_as(buffer)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

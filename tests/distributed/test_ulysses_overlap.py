@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_sp.model.attention_core import SDPACore
 from megatron_sp.parallel import collectives
@@ -15,6 +16,8 @@ from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.sequence import match_heads, overlapped_ulysses
 from megatron_sp.parallel.ulysses import UlyssesAttention, UlyssesExchange
 from megatron_sp.parallel.ulysses_overlap import OverlappedUlysses, free_groups
+from megatron_sp.proof.reference import random_weights
+from megatron_sp.proof.steps import batch, step_in_layout
 from tests.distributed.test_ulysses import TOKENS, WIDTH
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import RunRanks
@@ -118,3 +121,30 @@ def built(flags: str) -> str:
     core = plan_attention(run, ParallelMesh.build(run.parallel)).core
     assert isinstance(core, (OverlappedUlysses, UlyssesAttention))
     return type(core).__name__
+
+
+class CountedExchanges(TorchDispatchMode):
+    """Counts all-to-alls that really run."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += "all_to_all" in str(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def exchanges(flags: list[str]) -> list[int]:
+    found = []
+    for extra in flags:
+        run = tiny_run([*STYLES["eight_heads"].split(), "--ulysses-size", "2", "--no-shared-memory", *extra.split()], 2)
+        with CountedExchanges() as counted:
+            step_in_layout(run, random_weights(run), *batch(run))
+        found.append(counted.number)
+    return found
+
+
+def test_selective_recomputation_exchanges_nothing_again(ranks: RunRanks) -> None:
+    groups, selective = "--ulysses-overlap-groups 2", "--recompute-granularity selective"
+    plain, kept, overlapped, both, full = ranks(exchanges, 2, [
+        "", selective, groups, f"{groups} {selective}", f"{groups} --recompute-granularity full"])[0]
+    assert plain == kept and 2 * plain == overlapped == both and 3 * plain == full
