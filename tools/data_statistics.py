@@ -13,18 +13,18 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.data.indexed_dataset import IndexedDataset  # noqa: E402
+from megatron_sp.progress import progress_bar  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 
 def statistics(dataset: IndexedDataset) -> dict[str, float | int]:
     """Counts and entropy of a dataset, as plain numbers."""
     counts = np.zeros(0, dtype=np.int64)
-    for index in tqdm(range(len(dataset.lengths)), desc="Counting tokens", unit=" documents", leave=False):
+    for index in progress_bar(range(len(dataset.lengths)), desc="Counting tokens", unit=" documents", leave=False):
         found = np.bincount(dataset.get(index))
         if len(found) > len(counts):
             counts = np.pad(counts, (0, len(found) - len(counts)))

@@ -98,11 +98,12 @@ def evaluate(model: GPT, data: IndexedDataset, chosen: list[int], seq_length: in
     """Losses of the chosen documents, each cut after ``seq_length`` + 1 tokens."""
     import numpy as np
     import torch
-    from tqdm import tqdm
+
+    from megatron_sp.progress import progress_bar
 
     device = next(model.parameters()).device
     found = []
-    for index in tqdm(chosen, desc="documents", disable=None):
+    for index in progress_bar(chosen, desc="documents", disable=None):
         length = int(data.lengths[index])
         ids = data.get(index, 0, min(length, seq_length + 1)).astype(np.int64)
         if int(ids.max()) >= vocab_size:

@@ -16,11 +16,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.errors import DataError  # noqa: E402
+from megatron_sp.progress import progress_bar  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages"}
@@ -61,7 +60,7 @@ def write_corpus(output: Path, root: Path, modules: list[Path]) -> tuple[int, in
     aside = output.with_name(output.name + ".part")
     documents = size = 0
     with open(aside, "w", encoding="utf-8") as file:
-        for path in tqdm(order, desc="Gathering documents", unit=" documents"):
+        for path in progress_bar(order, desc="Gathering documents", unit=" documents"):
             try:
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):

@@ -169,9 +169,8 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 def run(arguments: argparse.Namespace, paths: list[str]) -> int:
     """Preprocess and report."""
-    from tqdm import tqdm
-
     from megatron_sp.data.preprocess import EncodedBatch, Job, Summary, preprocess
+    from megatron_sp.progress import progress_bar
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes, not the library's threads
     data = Data(tokenizer_type=arguments.tokenizer_type, vocab_file=arguments.vocab_file,
@@ -185,8 +184,8 @@ def run(arguments: argparse.Namespace, paths: list[str]) -> int:
     print(f"reading {len(paths)} file{'s' * (len(paths) > 1)}, {size / 1e6:,.1f} MB, with {workers} "
           f"process{'es' * (workers > 1)}", flush=True)
     started = time.monotonic()
-    bar = tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing", dynamic_ncols=True,
-               mininterval=0.2 if sys.stderr.isatty() else 5.0)
+    bar = progress_bar(total=size, unit="B", unit_scale=True, desc="tokenizing", dynamic_ncols=True,
+                       mininterval=0.2 if sys.stderr.isatty() else 5.0)
     shown = 0
 
     def progress(batch: EncodedBatch, summary: Summary) -> None:

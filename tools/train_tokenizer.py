@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.errors import DataError  # noqa: E402
+from megatron_sp.progress import progress_bar  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 
@@ -54,7 +53,7 @@ def ticking(description: str) -> Iterator[None]:
     stop = threading.Event()
 
     def tick() -> None:
-        with tqdm(desc=description, bar_format="{desc}: {elapsed}", total=None) as bar:
+        with progress_bar(desc=description, bar_format="{desc}: {elapsed}", total=None) as bar:
             while not stop.wait(0.5):
                 bar.refresh()
 

@@ -19,6 +19,7 @@ from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import BatchReader
 from megatron_sp.errors import TrainingError
 from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.progress import progress_bar
 from megatron_sp.train.batch_size import BatchSize
 from megatron_sp.train.diagnose import describe_failure
 from megatron_sp.train.forward_backward import Engine, PipelineEngine
@@ -268,12 +269,10 @@ class Trainer:
 
     def _mean_loss(self, name: str, reader: BatchReader) -> float | None:
         """The mean loss per valid token, or None when a signal came in between."""
-        from tqdm import tqdm
-
         train, device = self.run.train, self.mesh.device
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         hidden = None if self.recorder.is_writer else True       # None: shown on a terminal only
-        for index in tqdm(range(train.eval_iters), desc=f"evaluating ({name})", leave=False, disable=hidden):
+        for index in progress_bar(range(train.eval_iters), desc=f"evaluating ({name})", leave=False, disable=hidden):
             batches = reader.read(index * self.batch_size.last, self.batch_size.last, train.micro_batch_size)
             loss_sum, num_valid = self.engine.evaluate([batch.to(device) for batch in batches])
             # the loss is on all tp ranks of the last stage, the count on all ranks that share a sequence's part

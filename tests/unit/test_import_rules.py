@@ -23,6 +23,7 @@ PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").rglob("*.py")),
 #: For each room, the modules of the package it may import. A more exact entry wins.
 MAY_IMPORT = {
     "errors": (),
+    "progress": (),
     "config": ("errors", "config"),
     "runtime": ("errors", "config"),
     "parallel.layout": ("errors", "config"),
@@ -39,7 +40,8 @@ MAY_IMPORT = {
     "proof.reference": ("config.schema", "parallel.random"),
     "proof.shrink": ("errors", "config", "parallel.heads"),
     "plan": ("config", "plan"),
-    "train": ("errors", "runtime", "config", "parallel", "data", "model", "checkpoint", "train"),
+    "train": ("errors", "runtime", "config", "parallel", "data", "model", "checkpoint", "train",
+              "progress"),
 }
 
 
