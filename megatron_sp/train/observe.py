@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from megatron_sp.config.schema import Run
-from megatron_sp.config.stages import stage_layers
-from megatron_sp.model.flops import sequence_flops
+from megatron_sp.model.flops import repeats_of, sequence_flops
 from megatron_sp.train.device_peak import peak_tflops
 from megatron_sp.train.metrics_file import MetricsFile
 from megatron_sp.train.timers import Timers, gather_times, times_in_words
@@ -56,6 +55,11 @@ class StepReport:
     nan: bool = False
     extra: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it changed no weight."""
+        return self.skipped or self.nan
+
 
 @dataclass
 class Interval:
@@ -75,7 +79,7 @@ class Interval:
         self.samples += step.global_batch_size
         self.skipped += step.skipped
         self.nans += step.nan
-        if not step.skipped and not step.nan:
+        if not step.has_failed:
             self.updates += 1
             self.loss += step.lm_loss
 
@@ -115,7 +119,7 @@ class Recorder:
         self.interval = Interval()
         self.timers = Timers(run.logging.timing_log_level, device)
         flops = sequence_flops(run.model, run.data.seq_length)
-        self.flops, self.hardware_flops = flops.train(), flops.hardware(recomputed_shares(run))
+        self.flops, self.hardware_flops = flops.train(), flops.train(repeats=repeats_of(run))
         self.peak = peak_tflops(run, device)
         self.metrics: MetricsFile | None = None
         self.tensorboard: Any = None
@@ -130,11 +134,11 @@ class Recorder:
         if self.is_writer:
             print(time.strftime("[%Y-%m-%d %H:%M:%S]") + " " + text, flush=True)
 
-    def step(self, step: StepReport, last_iteration: int) -> None:
-        """Account for a step; log it when the interval is over."""
+    def step(self, step: StepReport, last_iteration: int, *, at_once: bool = False) -> None:
+        """Account for a step; log it when the interval is over, or at once."""
         self.interval.add(step)
         self._to_tensorboard_when_due(step)
-        if step.iteration % self.run.logging.log_interval:
+        if step.iteration % self.run.logging.log_interval and not at_once:
             return
         interval, self.interval = self.interval, Interval()
         times = gather_times(self.timers.take(interval.steps)) if self.timers.level else {}
@@ -232,18 +236,6 @@ class Recorder:
                 sink.close()
         if self.wandb is not None:
             self.wandb.finish()
-
-
-def recomputed_shares(run: Run) -> tuple[float, float]:
-    """Shares of the layers' matrix products and of attention that ``--recompute-granularity`` makes again."""
-    memory = run.memory
-    if not memory.recompute_granularity:
-        return 0.0, 0.0
-    share = 1.0
-    if memory.recompute_method == "block":
-        stages = stage_layers(run.model, run.parallel)
-        share = sum(min(len(layers), memory.recompute_num_layers) for layers in stages) / run.model.num_layers
-    return share, share if memory.recompute_granularity == "full" else 0.0
 
 
 def perplexity_of(loss: float) -> float:

@@ -44,7 +44,7 @@ class Traced:
 
 
 @contextlib.contextmanager
-def _fake_world(world_size: int) -> Iterator[None]:
+def fake_world(world_size: int) -> Iterator[None]:
     """A process group whose other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     joined = DeviceMesh._concatenate
@@ -65,7 +65,7 @@ def trace_step(run: Run, *, explain: bool = False) -> Traced:
     """Forward and backward of one global batch of a resolved run on rank 0; without pipeline (stages wait for
     their neighbours' tensors)."""
     assert run.parallel.pp == 1
-    with _fake_world(run.parallel.world_size):
+    with fake_world(run.parallel.world_size):
         mesh = unlinked(run)
         with mock.patch.object(build, "assemble", _assemble_really), FakeTensorMode(allow_non_fake_inputs=True):
             return trace_here(run, mesh, explain=explain)

@@ -12,7 +12,6 @@ import torch
 
 from megatron_sp.train.device_peak import peak_tflops
 from megatron_sp.train.garbage import GarbageCollection
-from megatron_sp.train.observe import recomputed_shares
 from megatron_sp.train.profile import StepProfiler
 from megatron_sp.train.replicas import bit_hash
 from megatron_sp.train.timers import Timers, gather_times, times_in_words
@@ -112,10 +111,3 @@ def test_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_tflops(half, torch.device("cuda")) == peak
     assert peak_tflops(tiny_run(LLAMA), torch.device("cuda")) == 0.0
-
-
-@pytest.mark.parametrize("flags, shares", [
-    ("", (0.0, 0.0)), ("--recompute-granularity full", (1.0, 1.0)), ("--recompute-activations", (1.0, 0.0)),
-    ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", (0.5, 0.5))])
-def test_what_is_recomputed(flags: str, shares: tuple[float, float]) -> None:
-    assert recomputed_shares(tiny_run([*LLAMA, *flags.split()])) == shares
