@@ -25,11 +25,6 @@ class LossScaler:
         self.tolerance = self.hysteresis
         self.quiet_steps = 0
 
-    @property
-    def at_floor(self) -> bool:
-        """Whether a smaller scale is not to be had."""
-        return not self.dynamic or self.scale <= self.minimum
-
     def update(self, overflow: bool) -> None:
         """Account for one step."""
         if not self.dynamic:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.progress import progress_bar
 from megatron_sp.train.batch_size import BatchSize
 from megatron_sp.train.diagnose import describe_failure
+from megatron_sp.train.failures import Failures
 from megatron_sp.train.forward_backward import Engine, PipelineEngine
 from megatron_sp.train.garbage import GarbageCollection
 from megatron_sp.train.loss_scale import LossScaler
@@ -32,9 +33,6 @@ from megatron_sp.train.replicas import check_replicas
 from megatron_sp.train.schedule import Schedule
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.state import TrainState
-
-#: Steps in a row without an update after which going on makes no sense.
-MAX_SKIPPED_IN_A_ROW = 30
 
 
 @dataclass
@@ -81,6 +79,7 @@ class Trainer:
         self.schedule, self.scaler, self.readers, self.state = schedule, scaler, readers, state
         self.recorder, self.signals, self.started = recorder, signals, started
         self.engine.timers = recorder.timers
+        self.failures = Failures(run, scaler, state)
         self.garbage = GarbageCollection(run.train.manual_gc, run.train.manual_gc_interval)
         self.profiler = StepProfiler(run, mesh.global_rank, mesh.device)
         self.batch_size = BatchSize.of(run)
@@ -109,8 +108,10 @@ class Trainer:
             self.profiler.before_step(self.state.iteration + 1)
             step = self.train_step()
             self._say_if_any(self.profiler.after_step(self.state.iteration))
-            self.recorder.step(step, self.last_iteration)
-            self._refuse_endless_skipping()
+            error = self.failures.fatal() if step.has_failed else ""
+            self.recorder.step(step, self.last_iteration, at_once=bool(error))
+            if error:
+                self._give_up(error)
             if self._is_due(self.run.train.check_replicas):
                 with self.recorder.timers("check-replicas"):
                     check_replicas(self.model, self.mesh, self.state.iteration, self.optimizer)
@@ -127,6 +128,7 @@ class Trainer:
         self.save()
         if not self.stop_reason:
             self.evaluate("valid", "test")
+        self._say_if_any(self.failures.at_end())
         if self.stop_reason:
             self.recorder.say(f"exiting at iteration {self.state.iteration}: {self.stop_reason}")
 
@@ -170,7 +172,8 @@ class Trainer:
                 scale_gradients(self.model, clip_factor(totals.grad_norm, self.run.optimizer.clip_grad) / scale)
                 self.optimizer.step()
             else:
-                self._account_for_failure(totals)
+                self._say_if_any(self.failures.account(
+                    totals.loss, totals.grad_norm, lambda: describe_failure(self.model, self.engine.microbatch_losses)))
             self.optimizer.zero_grad()
             self.scaler.update(overflow=not totals.is_finite)
         tokens = samples * self.run.data.seq_length
@@ -199,32 +202,11 @@ class Trainer:
         loss_sum, squares, stop, late, zeros, weights = self.mesh.sum_over(shares, "world").tolist()
         return Totals(loss_sum / scale, math.sqrt(squares) / scale, stop, late, zeros, weights)
 
-    def _account_for_failure(self, totals: Totals) -> None:
-        """A step whose loss or gradient norm is not finite changes no weight: overflow, or an error.
-
-        Raises:
-            TrainingError: on all ranks, unless fp16 is searching for a loss scale or the check is off.
-        """
-        if self.scaler.dynamic:
-            self.state.skipped_iterations += 1
-            return
-        self.state.nan_iterations += 1
-        if self.run.train.check_for_nan_in_loss_and_grad:
-            where = describe_failure(self.model, self.engine.microbatch_losses)
-            raise TrainingError(
-                f"iteration {self.state.iteration + 1}: loss {totals.loss:g}, gradient norm {totals.grad_norm:g}. "
-                f"{where}. Weights are as they were before this step. Try a lower --lr, a longer warm-up or "
-                "--clip-grad; --no-check-for-nan-in-loss-and-grad skips such steps instead")
-
-    def _refuse_endless_skipping(self) -> None:
-        if self.state.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW or not self.scaler.at_floor:
-            return
-        self.save()
-        raise TrainingError(
-            f"iteration {self.state.iteration}: the last {self.state.skipped_in_a_row} steps changed nothing, their "
-            f"loss or gradients were not finite at loss scale {self.scaler.scale:g}. Lower --lr, "
-            f"{'use --bf16 instead of --fp16, ' if self.run.precision.fp16 else ''}"
-            "or go back to an earlier checkpoint with --ckpt-step")
+    def _give_up(self, error: str) -> NoReturn:
+        """End the run on all ranks; a series of skipped steps is worth a checkpoint, the counters are in it."""
+        if self.failures.tolerated:
+            self.save()
+        raise TrainingError(error)
 
     def _note_stop(self, totals: Totals) -> None:
         if totals.stop:

@@ -17,7 +17,7 @@ from megatron_sp.train.forward_backward import Engine
 from megatron_sp.train.metrics_file import read_metrics
 from tests.helpers.configs import STYLES
 from tests.helpers.spawn import run_ranks
-from tests.helpers.training import full_tensors, steps, train
+from tests.helpers.training import full_tensors, steps, train, train_and_tell
 
 LLAMA = STYLES["llama"].replace("--num-query-groups", "--num-key-value-heads")
 
@@ -39,6 +39,12 @@ def train_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor: 
     return train(flags)
 
 
+def output_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor: float) -> str:
+    """What the run prints, and then the user's mistake."""
+    spoil_loss(rank, calls, factor)
+    return "".join(train_and_tell(flags))
+
+
 @pytest.mark.parametrize("layout", ["--ulysses-size 2", "--tensor-model-parallel-size 2"])
 def test_a_nan_on_one_rank_stops_all_in_the_same_step(tmp_path: Path, layout: str) -> None:
     flags = f"{LLAMA} {layout} --save {tmp_path} --save-interval 1"
@@ -52,7 +58,9 @@ def test_a_nan_on_one_rank_stops_all_in_the_same_step(tmp_path: Path, layout: st
 
 def test_without_the_check_a_bad_step_is_left_out(tmp_path: Path) -> None:
     flags = f"{LLAMA} --ulysses-size 2 --no-check-for-nan-in-loss-and-grad --save {tmp_path} --save-interval 1"
-    assert run_ranks(train_with_spoiled_loss, 2, flags, 1, range(9, 10), float("nan")) == ["", ""]
+    output, _ = run_ranks(output_with_spoiled_loss, 2, flags, 1, range(9, 10), float("nan"))
+    (warning,) = [line for line in output.splitlines() if "not finite on" in line]
+    assert "WARNING: iteration 3: loss nan" in warning and "not finite on rank 1 (microbatch 2)" in warning
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["nan"] for row in rows] == [False, False, True] + [False] * 5
     assert rows[2]["lm_loss"] is None
@@ -99,6 +107,53 @@ def test_endless_overflow_stops_with_advice_and_is_saved(tmp_path: Path) -> None
     # 2 microbatches a step and rank: steps 1 and 2 were good
     assert complete_iterations(tmp_path) == [32]
     assert read_state(tmp_path / "iter_0000032")["train"]["skipped_iterations"] == 30
+
+
+def test_from_the_default_scale_30_overflows_in_a_row_stop_too(tmp_path: Path) -> None:
+    """Of the gradients alone: where they came from is looked up once, at the end. A resume tries as often again."""
+    flags = f"{LLAMA} --fp16 --ulysses-size 2 --train-iters 100 --save {tmp_path} --save-interval 100"
+    outputs = run_ranks(output_with_overflowing_gradients, 2, flags)
+    assert "TrainingError: the last 30 steps changed nothing" in outputs[0] and "loss scale 8." in outputs[0]
+    assert "The last one is iteration 30" in outputs[0] and "gradients are not on rank 0 (first" in outputs[0]
+    assert outputs[0].count("gradients are not on") == 2      # in the log, and in the error
+    assert complete_iterations(tmp_path) == [30]
+    run_ranks(output_with_overflowing_gradients, 2, f"{flags} --load {tmp_path}")
+    assert complete_iterations(tmp_path) == [30, 60]
+
+
+def output_with_overflowing_gradients(flags: str) -> str:
+    """The run's output when every backward gives infinities at any loss scale, and losses are fine."""
+    from megatron_sp.train import trainer
+
+    original = trainer.settle_gradients
+
+    def settle(model: torch.nn.Module) -> None:
+        original(model)
+        next(p.grad for p in model.parameters() if p.grad is not None).fill_(float("inf"))
+
+    trainer.settle_gradients = settle  # type: ignore[assignment]
+    return "".join(train_and_tell(flags))
+
+
+def test_a_nan_under_fp16_is_named_at_once(tmp_path: Path) -> None:
+    """It is no overflow of a scale that is too high: the loss is unscaled."""
+    flags = f"{LLAMA} --fp16 --initial-loss-scale 1024 --ulysses-size 2 --save {tmp_path} --save-interval 100"
+    output, _ = run_ranks(output_with_spoiled_loss, 2, flags, 1, range(9, 10), float("nan"))
+    assert "WARNING: iteration 3: loss nan" in output and "not finite on rank 1 (microbatch 2)" in output
+    assert output.count("WARNING") == 1
+
+
+def test_an_overflow_of_a_static_scale_names_it(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --fp16 --loss-scale 1e30 --save {tmp_path} --save-interval 100"
+    (output,) = run_ranks(output_with_spoiled_loss, 1, flags, None, range(0), 1.0)
+    assert "gradients are not on rank 0" in output and "lower --loss-scale than 1e+30" in output
+
+
+def test_a_run_without_any_update_ends_with_a_warning(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --fp16 --train-iters 3 --save {tmp_path} --save-interval 100"
+    (output,) = run_ranks(output_with_spoiled_loss, 1, flags, None, range(0), 1.0)
+    assert "WARNING: none of the 3 steps of this run changed the weights" in output
+    assert "went from 4.29497e+09 to 1.07374e+09" in output and "--initial-loss-scale" in output
 
 
 def test_evaluation_is_the_same_in_every_layout_and_changes_nothing(tmp_path: Path) -> None:

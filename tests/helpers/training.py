@@ -29,16 +29,21 @@ from tests.helpers.configs import TRAINING, tiny_run
 
 def train(flags: str) -> str:
     """Run the program on this rank; the text of the user's mistake, if any. Ends the process group."""
+    return train_and_tell(flags)[1]
+
+
+def train_and_tell(flags: str) -> tuple[str, str]:
+    """What this rank prints, and the text of the user's mistake, if any; see ``train``."""
     from megatron_sp.errors import UserError
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, output = dist.get_rank(), dist.get_world_size(), io.StringIO()
     try:
         run, _ = load_run([*TRAINING, "--log-interval", "1", *flags.split()], world)
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(output):
             pretrain(run, Environment(rank, world, rank, launched=True), StopSignals(()), started=time.monotonic())
     except UserError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return output.getvalue(), f"{type(error).__name__}: {error}"
+    return output.getvalue(), ""
 
 
 def steps(directory: Path, *names: str) -> list[tuple[Any, ...]]:
