@@ -348,6 +348,9 @@ class Logging:
     log_batch_size_to_tensorboard: bool = flag(False, "Batch size to TensorBoard (always there).")
     log_validation_ppl_to_tensorboard: bool = flag(False, "Validation perplexity to TensorBoard.")
     log_memory_to_tensorboard: bool = flag(False, "Memory to TensorBoard.")
+    log_world_size_to_tensorboard: bool = flag(False, "Number of processes to TensorBoard.")
+    log_optimizer_states_to_tensorboard: bool = flag(
+        False, "Norms and largest values of the weights and of Adam's moments to TensorBoard, W&B and metrics.jsonl.")
     log_loss_scale_to_tensorboard: bool = flag(True, "Loss scale to TensorBoard.",
                                                off="--no-log-loss-scale-to-tensorboard")
     wandb_project: str = flag("", "Weights & Biases project; turns it on.",

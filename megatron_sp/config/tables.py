@@ -52,7 +52,7 @@ HINTS: dict[str, int | str] = {
         dist-ckpt-save-pre-mcore-014 ckpt-assume-constant-structure""", 0),
     **_names("ckpt-format dist-ckpt-format dist-ckpt-strictness", 1),
     # logging
-    **_names("no-barrier-with-level-1-timing log-world-size-to-tensorboard use-pytorch-profiler nvtx-ranges", 0),
+    **_names("no-barrier-with-level-1-timing use-pytorch-profiler nvtx-ranges", 0),
     **_names("logging-level log-level log-level-replica job-name", 1),
 }
 
@@ -74,7 +74,6 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--fp8-amax-compute-algo": (1, "there is no fp8 here"),
     "--fp8-margin": (1, "there is no fp8 here"),
     "--fp8-interval": (1, "there is no fp8 here"),
-    "--log-optimizer-states-to-tensorboard": (0, "norms of optimizer states are not logged"),
     "--measure-activation-memory": (0, "peak memory is always logged"),
     "--kill-switch-path": (1, "send SIGTERM to stop a run"),
     "--trigger-path": (1, "send SIGTERM to save and stop a run"),

@@ -6,6 +6,7 @@ so that they always agree.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from megatron_sp.train.garbage import GarbageCollection
 from megatron_sp.train.loss_scale import LossScaler
 from megatron_sp.train.observe import Recorder, StepReport
 from megatron_sp.train.optimizer import clip_factor, num_zeros, scale_gradients, settle_gradients, squared_norm
+from megatron_sp.train.optimizer_states import optimizer_statistics
 from megatron_sp.train.profile import StepProfiler
 from megatron_sp.train.replicas import check_replicas
 from megatron_sp.train.schedule import Schedule
@@ -220,6 +222,9 @@ class Trainer:
             extra["num_zeros"] = totals.zeros
         if self.run.logging.log_params_norm:
             extra["params_norm"] = math.sqrt(totals.squared_weights)
+        logging = self.run.logging
+        if logging.log_optimizer_states_to_tensorboard and self._is_due(logging.tensorboard_log_interval):
+            extra |= optimizer_statistics(self.model, self.optimizer, self.mesh)
         return extra
 
     # ---------------------------------------------------------------- between steps
@@ -289,3 +294,10 @@ class Trainer:
         for reader in self.readers.all():
             reader.close()
         self.recorder.close()
+
+    def abandon(self) -> None:
+        """After an error: keep profile and logs. Waits for no other rank, which may be gone, and raises nothing."""
+        with contextlib.suppress(Exception):
+            self._say_if_any(self.profiler.finish(self.state.iteration))
+        with contextlib.suppress(Exception):
+            self.recorder.close(failed=True)

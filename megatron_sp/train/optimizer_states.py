@@ -1,0 +1,49 @@
+"""Sizes of the weights and of Adam's moments over the whole model (``--log-optimizer-states-to-tensorboard``).
+
+Early signs of instability show in the second moments first (Li et al., arXiv 2108.06084), for which
+Megatron-DeepSpeed logs these numbers; they have its names here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.parallel.pipeline import own_parameters
+from megatron_sp.train.optimizer import local_part, num_copies
+
+#: Kind of tensor -> the optimizer's key; the weights themselves have none.
+KINDS = {"variance": "exp_avg_sq", "momentum": "exp_avg", "weight": ""}
+
+
+def optimizer_statistics(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: ParallelMesh) -> dict[str, float]:
+    """L1 and L2 norm and largest absolute value of each kind, and of the variance's square root; all ranks call it.
+
+    Returns:
+        by name, such as ``optimizer/variance_sqrt_l2``; without what this optimizer does not have
+    """
+    sums, largest = {}, {}
+    for kind, key in KINDS.items():
+        pairs = [(local_part(value).float(), num_copies(p, mesh)) for _, p in own_parameters(model)
+                 if (value := optimizer.state.get(p, {}).get(key) if key else p) is not None]
+        if key and not isinstance(optimizer, torch.optim.AdamW):
+            continue
+        forms = {kind: pairs}
+        if kind == "variance":
+            forms["variance_sqrt"] = [(value.sqrt(), copies) for value, copies in pairs]
+        for name, values in forms.items():
+            sums[f"{name}_l1"] = _total(value.abs().sum(dtype=torch.float64) / copies for value, copies in values)
+            sums[f"{name}_l2"] = _total(value.double().square().sum() / copies for value, copies in values)
+            largest[f"{name}_abs_max"] = max((float(value.abs().max()) for value, _ in values if value.numel()),
+                                             default=0.0)
+    added = mesh.sum_over(torch.tensor(list(sums.values()), dtype=torch.float64), "world").tolist()
+    tops = mesh.max_over(torch.tensor(list(largest.values()), dtype=torch.float64), "world").tolist()
+    found = {name: value**0.5 if name.endswith("l2") else value for name, value in zip(sums, added)}
+    return {f"optimizer/{name}": value for name, value in (found | dict(zip(largest, tops))).items()}
+
+
+def _total(values: Iterable[torch.Tensor]) -> float:
+    return sum(map(float, values))
