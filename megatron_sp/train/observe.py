@@ -230,12 +230,12 @@ class Recorder:
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         for sink in (self.metrics, self.tensorboard):
             if sink is not None:
                 sink.close()
         if self.wandb is not None:
-            self.wandb.finish()
+            self.wandb.finish(exit_code=int(failed))
 
 
 def perplexity_of(loss: float) -> float:

@@ -44,7 +44,11 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
         publish(run, notes)
     device = start(run.parallel, environment)
     trainer = build_trainer(run, tokenizer, device, signals, started=started)
-    trainer.fit()
+    try:
+        trainer.fit()
+    except BaseException:
+        trainer.abandon()
+        raise
     trainer.close()
     stop()
     return 0
@@ -113,7 +117,11 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     recorder = Recorder(run, device, start_iteration=state.iteration, is_writer=mesh.global_rank == 0)
     for note in notes:
         recorder.say(note)
-    readers = build_readers(run, tokenizer, mesh, state, recorder)
+    try:
+        readers = build_readers(run, tokenizer, mesh, state, recorder)
+    except BaseException:
+        recorder.close(failed=True)
+        raise
     num_layers, num_parameters = count_parts(model, mesh)
     world = run.parallel.world_size
     recorder.say(f"model of {num_layers} layers, {num_parameters:,} parameters (vocabulary padded to "

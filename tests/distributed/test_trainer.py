@@ -70,6 +70,41 @@ def test_without_the_check_a_bad_step_is_left_out(tmp_path: Path) -> None:
     assert (counters["consumed_samples"], counters["scheduler_samples"], counters["nan_iterations"]) == (32, 28, 1)
 
 
+def train_with_tracker(flags: str, readable: bool) -> list[int]:
+    """Exit codes that the tracker was finished with, after a loss or data that were spoiled."""
+    import sys
+    from types import ModuleType, SimpleNamespace
+
+    from megatron_sp.errors import DataError
+    from megatron_sp.train import setup
+
+    def no_readers(*_: object) -> Any:
+        raise DataError("damaged")
+
+    codes: list[int] = []
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **_: SimpleNamespace(  # type: ignore[attr-defined]
+        log=lambda row, step: None, finish=lambda exit_code: codes.append(exit_code))
+    sys.modules["wandb"] = wandb
+    if readable:
+        assert "iteration 5" in train_with_spoiled_loss(flags, 1, range(9, 10), float("nan"))
+    else:
+        setup.build_readers = no_readers  # type: ignore[assignment]
+        assert train(flags) == "DataError: damaged"
+    return codes
+
+
+def test_an_error_leaves_profile_and_logs_behind(tmp_path: Path) -> None:
+    flags = (f"{LLAMA} --save {tmp_path} --save-interval 100 --log-interval 100 --wandb-project p --profile "
+             "--profile-step-start 2 --profile-step-end 10")
+    assert run_ranks(train_with_tracker, 2, flags, True) == [[1], []]     # 2 microbatches a step and rank
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name == "rank0_steps_3-5.json.gz"
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["iteration"] == 5 and row["nan"] and row["lm_loss"] is None
+    assert run_ranks(train_with_tracker, 1, flags, False) == [[1]]
+
+
 def test_fp16_finds_its_scale_and_the_schedule_waits(tmp_path: Path) -> None:
     """Also over a resume in the middle of the search for a scale."""
     flags = (f"{LLAMA} --fp16 --ulysses-size 2 --train-iters 20 --lr-decay-style constant --lr-warmup-iters 10 "

@@ -166,8 +166,8 @@ def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
         def log(self, row: dict[str, float], step: int) -> None:
             logged.append((step, row))
 
-        def finish(self) -> None:
-            logged.append((-1, {}))
+        def finish(self, exit_code: int) -> None:
+            logged.append((-1, {"exit_code": exit_code}))
 
     tensorboard = ModuleType("torch.utils.tensorboard")
     tensorboard.SummaryWriter = Writer  # type: ignore[attr-defined]
