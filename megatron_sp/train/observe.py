@@ -6,7 +6,6 @@ Only rank 0 writes. Values arrive as plain numbers, agreed by all ranks, once pe
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from megatron_sp.config.schema import Run
 from megatron_sp.model.flops import repeats_of, sequence_flops
 from megatron_sp.train.device_peak import peak_tflops
 from megatron_sp.train.metrics_file import MetricsFile
+from megatron_sp.train.peak_memory import largest_of_ranks, peak_memory
 from megatron_sp.train.timers import Timers, gather_times, times_in_words
 from megatron_sp.train.trackers import open_tensorboard, open_wandb
 
@@ -137,8 +137,11 @@ class Recorder:
     def step(self, step: StepReport, last_iteration: int, *, at_once: bool = False) -> None:
         """Account for a step; log it when the interval is over, or at once."""
         self.interval.add(step)
-        self._to_tensorboard_when_due(step)
-        if step.iteration % self.run.logging.log_interval and not at_once:
+        parts = self.timers.end_step()
+        is_logged = at_once or step.iteration % self.run.logging.log_interval == 0
+        peak = self._peak_memory_when_wanted(step, is_logged)
+        self._to_tensorboard_when_due(step, parts, peak)
+        if not is_logged:
             return
         interval, self.interval = self.interval, Interval()
         times = gather_times(self.timers.take(interval.steps)) if self.timers.level else {}
@@ -146,15 +149,35 @@ class Recorder:
             return
         shown = self.speed(interval.samples, interval.seconds) if self.run.logging.log_throughput else None
         self.say(log_line(step, interval, last_iteration, speed=shown).lstrip())
-        if times:
-            self.say(times_in_words(times, self.run.logging.timing_log_option))
-        row = self._row(step) | ({"times_ms": {name: max(values) for name, values in times.items()}} if times else {})
-        assert self.metrics is not None
-        self.metrics.write(row)
-        if self.wandb is not None:
-            self.wandb.log({key: value for key, value in row.items() if key != "iteration"}, step=step.iteration)
+        self._write(self._row(step, peak) | self._tell_times(times))
 
-    def _row(self, step: StepReport) -> dict[str, Any]:
+    def flush(self, iteration: int, consumed_samples: int) -> None:
+        """At the end of the run: tell the times since the last log line, the last save's among them.
+
+        All ranks call it.
+        """
+        times = gather_times(self.timers.take(max(self.interval.steps, 1))) if self.timers.level else {}
+        if times and self.is_writer:
+            told = self._tell_times(times, "times_at_end_ms")      # the last step's row has times of its own
+            self._write({"iteration": iteration, "consumed_samples": consumed_samples} | told)
+        if self.tensorboard is not None and self.run.logging.log_timers_to_tensorboard:
+            self._to_tensorboard(_timer_points(self.timers.latest_occasions()), iteration, consumed_samples)
+
+    def _tell_times(self, times: dict[str, list[float]], key: str = "times_ms") -> dict[str, Any]:
+        """Print the times, if there are any; what the row says of them, under this key."""
+        if not times:
+            return {}
+        self.say(times_in_words(times, self.run.logging.timing_log_option))
+        return {key: {name: max(values) for name, values in times.items()}}
+
+    def _write(self, row: dict[str, Any]) -> None:
+        """One row, to the file and to Weights & Biases."""
+        if self.metrics is not None:
+            self.metrics.write(row)
+        if self.wandb is not None:
+            self.wandb.log({key: value for key, value in row.items() if key != "iteration"}, step=row["iteration"])
+
+    def _row(self, step: StepReport, peak: int) -> dict[str, Any]:
         """A step in full precision."""
         return {
             "iteration": step.iteration, "consumed_samples": step.consumed_samples,
@@ -162,10 +185,10 @@ class Recorder:
             "learning_rate": step.learning_rate, "global_batch_size": step.global_batch_size,
             "step_time_ms": 1000 * step.step_time, **self.speed(step.global_batch_size, step.step_time),
             "loss_scale": step.loss_scale, "skipped": step.skipped, "nan": step.nan,
-            "peak_memory_bytes": self.peak_memory(), "first_sample": step.first_sample,
+            "peak_memory_bytes": peak, "first_sample": step.first_sample,
             "last_sample": step.first_sample + step.global_batch_size - 1, **step.extra}
 
-    def _to_tensorboard_when_due(self, step: StepReport) -> None:
+    def _to_tensorboard_when_due(self, step: StepReport, parts: dict[str, float], peak: int) -> None:
         flags = self.run.logging
         if self.tensorboard is None or step.iteration % flags.tensorboard_log_interval:
             return
@@ -174,15 +197,18 @@ class Recorder:
         if flags.log_loss_scale_to_tensorboard:
             points["loss-scale"] = step.loss_scale
         if flags.log_memory_to_tensorboard:
-            points["peak-memory-bytes"] = self.peak_memory()
+            points["peak-memory-bytes"] = peak
         if flags.log_throughput:
             points |= {("throughput" if name == "tflops_per_device" else name.replace("_", "-")): value for name, value
                        in self.speed(step.global_batch_size, step.step_time).items()}
         if flags.log_timers_to_tensorboard:
-            points |= {f"{name}-time": seconds for name, seconds in self.timers.seconds.items()}
+            points |= _timer_points(parts | self.timers.latest_occasions())
+        self._to_tensorboard(points, step.iteration, step.consumed_samples)
+
+    def _to_tensorboard(self, points: dict[str, float], iteration: int, consumed_samples: int) -> None:
         for name, value in points.items():
-            self.tensorboard.add_scalar(name, value, step.iteration)
-            self.tensorboard.add_scalar(f"{name} vs samples", value, step.consumed_samples)
+            self.tensorboard.add_scalar(name, value, iteration)
+            self.tensorboard.add_scalar(f"{name} vs samples", value, consumed_samples)
 
     def evaluation(self, losses: dict[str, float], iteration: int, consumed_samples: int,
                    consumed_tokens: int) -> None:
@@ -200,10 +226,7 @@ class Recorder:
                 self.tensorboard.add_scalar(f"lm loss {long_name}", loss, iteration)
                 if self.run.logging.log_validation_ppl_to_tensorboard:
                     self.tensorboard.add_scalar(f"lm loss {long_name} ppl", perplexity, iteration)
-        if self.metrics is not None:
-            self.metrics.write(row)
-        if self.wandb is not None:
-            self.wandb.log({key: value for key, value in row.items() if key != "iteration"}, step=iteration)
+        self._write(row)
 
     def progress(self, text: str) -> None:
         """Append a line to SAVE/progress.txt (``--log-progress``)."""
@@ -224,11 +247,12 @@ class Recorder:
             speed |= {"mfu": self.flops * per_device / self.peak, "hfu": self.hardware_flops * per_device / self.peak}
         return speed
 
-    def peak_memory(self) -> int:
-        """Most bytes this rank ever used: allocated on the GPU, or resident on the CPU."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def _peak_memory_when_wanted(self, step: StepReport, is_logged: bool) -> int:
+        """The largest rank's peak where this step is to tell it, else 0; a collective then, which all ranks make."""
+        flags = self.run.logging
+        is_drawn = (bool(flags.tensorboard_dir) and flags.log_memory_to_tensorboard
+                    and step.iteration % flags.tensorboard_log_interval == 0)
+        return largest_of_ranks(peak_memory(self.device), self.device) if is_logged or is_drawn else 0
 
     def close(self, *, failed: bool = False) -> None:
         for sink in (self.metrics, self.tensorboard):
@@ -236,6 +260,10 @@ class Recorder:
                 sink.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=int(failed))
+
+
+def _timer_points(seconds: dict[str, float]) -> dict[str, float]:
+    return {f"{name}-time": value for name, value in seconds.items()}
 
 
 def perplexity_of(loss: float) -> float:

@@ -189,7 +189,7 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
     train = run.train
     for_evaluation = train.eval_iters * BatchSize.of(run).last
     counts = (samples_to_train(run, state), for_evaluation, for_evaluation)
-    with recorder.timers("datasets"):
+    with recorder.timers("datasets", occasional=True):
         splits = build_datasets(run.data, tokenizer.eod, counts, train.seed, vocab_size=run.model.vocab_size)
     recorder.say(f"data:\n{splits.describe()}")
     layout = SequenceLayout.of(run.parallel, run.data.seq_length)

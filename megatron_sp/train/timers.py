@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Timers:
-    """Time of the named parts of a step (``--timing-log-level``), summed since the last log line.
+    """Time of the named parts of steps, and of what happens now and then between them (``--timing-log-level``).
 
     At level 0 nothing is measured. Above, the device is waited for at both ends of each part, so that
     a part's time is its own. In a profiler's trace the parts have these names at every level.
@@ -19,11 +19,18 @@ class Timers:
 
     def __init__(self, level: int = 0, device: torch.device | None = None):
         self.level, self.device = level, device or torch.device("cpu")
-        self.seconds: dict[str, float] = {}
+        self._step: dict[str, float] = {}                # seconds, of the step under way
+        self._steps: dict[str, float] = {}               # of the steps since the last ``take``
+        self._occasions: dict[str, list[float]] = {}     # each one's, since the last ``take``
+        self._latest: dict[str, float] = {}              # the last one's, since the last ``latest_occasions``
 
     @contextmanager
-    def __call__(self, name: str, level: int = 1) -> Iterator[None]:
-        """Measure the block when ``--timing-log-level`` is at least ``level``."""
+    def __call__(self, name: str, level: int = 1, *, occasional: bool = False) -> Iterator[None]:
+        """Measure the block when ``--timing-log-level`` is at least ``level``.
+
+        Args:
+            occasional: not a part of every step (a save, say): counts by itself.
+        """
         with torch.profiler.record_function(name):
             if self.level < level:
                 yield
@@ -32,16 +39,34 @@ class Timers:
             start = time.perf_counter()
             yield
             self._wait()
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            if occasional:
+                self._occasions.setdefault(name, []).append(seconds)
+                self._latest[name] = seconds
+            else:
+                self._step[name] = self._step.get(name, 0.0) + seconds
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def end_step(self) -> dict[str, float]:
+        """Seconds of each part of the step that ends here."""
+        step, self._step = self._step, {}
+        for name, seconds in step.items():
+            self._steps[name] = self._steps.get(name, 0.0) + seconds
+        return step
+
+    def latest_occasions(self) -> dict[str, float]:
+        """Seconds of what happened between steps since the last call, the last one's of each name."""
+        latest, self._latest = self._latest, {}
+        return latest
+
     def take(self, steps: int) -> dict[str, float]:
-        """Milliseconds per step of each part, and start again."""
-        times = {name: 1000 * seconds / steps for name, seconds in self.seconds.items()}
-        self.seconds = {}
+        """Milliseconds of each part per step, and of what happened between steps per occasion; and start again."""
+        times = {name: 1000 * seconds / steps for name, seconds in self._steps.items()}
+        times |= {name: 1000 * sum(each) / len(each) for name, each in self._occasions.items()}
+        self._steps, self._occasions = {}, {}
         return times
 
 

@@ -115,7 +115,7 @@ class Trainer:
             if error:
                 self._give_up(error)
             if self._is_due(self.run.train.check_replicas):
-                with self.recorder.timers("check-replicas"):
+                with self.recorder.timers("check-replicas", occasional=True):
                     check_replicas(self.model, self.mesh, self.state.iteration, self.optimizer)
             self.garbage.after_step(self.state.iteration)
             if self.is_finished():
@@ -130,6 +130,7 @@ class Trainer:
         self.save()
         if not self.stop_reason:
             self.evaluate("valid", "test")
+        self.recorder.flush(self.state.iteration, self.state.consumed_samples)
         self._say_if_any(self.failures.at_end())
         if self.stop_reason:
             self.recorder.say(f"exiting at iteration {self.state.iteration}: {self.stop_reason}")
@@ -251,7 +252,7 @@ class Trainer:
     def _loss_of(self, name: str, reader: BatchReader | None) -> float | None:
         if reader is None or self.stop_reason:
             return None
-        with self.recorder.timers("evaluation"):
+        with self.recorder.timers("evaluation", occasional=True):
             return self._mean_loss(name, reader)
 
     def _mean_loss(self, name: str, reader: BatchReader) -> float | None:
@@ -282,7 +283,7 @@ class Trainer:
         start = time.perf_counter()
         plain = {"train": self.state.to_dict(), "seed": self.run.train.seed, "schedule": self.schedule.to_dict(),
                  "loss_scaler": self.scaler.state_dict()}
-        with self.recorder.timers("save"):
+        with self.recorder.timers("save", occasional=True):
             path = save_checkpoint(directory, self.state.iteration, self.model, self.optimizer, plain, self.run)
         self.saved_iteration = self.state.iteration
         self.recorder.say(f"saved {path} in {time.perf_counter() - start:.1f} s")

@@ -256,6 +256,22 @@ def test_a_signal_to_one_rank_during_evaluation_saves_and_ends_all(tmp_path: Pat
     assert "validation loss" not in output
 
 
+def train_with_unequal_memory(flags: str) -> str:
+    from megatron_sp.train import observe
+
+    observe.peak_memory = lambda device: 1000 + dist.get_rank()
+    return train(flags)
+
+
+def test_memory_is_the_largest_ranks_and_the_last_save_is_timed(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --save {tmp_path} --save-interval 4 --log-interval 3 --timing-log-level 1"
+    assert run_ranks(train_with_unequal_memory, 2, flags) == ["", ""]
+    *logged, end = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["iteration"], row["peak_memory_bytes"]) for row in logged] == [(3, 1001), (6, 1001)]
+    assert [{"save", "datasets"} & row["times_ms"].keys() for row in logged] == [{"datasets"}, {"save"}]
+    assert end["iteration"] == 8 and {"batch", "save"} <= end["times_at_end_ms"].keys()
+
+
 @pytest.mark.parametrize("flags, last", [
     ("--train-iters 8 --exit-interval 3 --save-interval 100", 3),
     ("--train-iters 8 --save-interval 100", 8),

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -174,14 +175,27 @@ def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", Wandb("wandb"))
     recorder = recorder_in(tmp_path, "--tensorboard-dir tb --log-validation-ppl-to-tensorboard --wandb-project p "
-                                     "--wandb-exp-name n --log-memory-to-tensorboard")
-    recorder.step(replace(STEP, iteration=1), 2)
-    recorder.step(replace(STEP, iteration=2, consumed_samples=16), 2)
+                                     "--wandb-exp-name n --log-memory-to-tensorboard --log-timers-to-tensorboard "
+                                     "--timing-log-level 1")
+    ticks = iter((0, 3, 3, 8, 8, 15, 15, 17))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    for iteration in (1, 2):
+        with recorder.timers("batch"):
+            pass
+        recorder.step(replace(STEP, iteration=iteration, consumed_samples=8 * iteration), 2)
+        with recorder.timers("save", occasional=True):
+            pass
     recorder.evaluation({"valid": 2.0}, 2, 16, 1024)
+    recorder.flush(2, 16)
     recorder.close()
+    assert (points["batch-time", 1], points["batch-time", 2]) == (3, 7)      # each step's own
+    assert points["save-time", 2] == 2 and ("save-time", 1) not in points
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[0]["times_ms"] == {"batch": 5000, "save": 5000}
+    assert rows[2]["times_at_end_ms"] == {"save": 2000}
     assert points["lm loss", 1] == points["lm loss", 2] == points["lm loss vs samples", 16] == 4.123456
     assert points["lm loss validation", 2] == 2.0 and points["lm loss validation ppl", 2] == pytest.approx(math.exp(2))
     names = {name for name, _ in points}
     assert {"learning-rate", "grad-norm", "batch-size", "loss-scale", "peak-memory-bytes"} <= names
-    assert [step for step, _ in logged] == [2, 2, -1]
+    assert [step for step, _ in logged] == [2, 2, 2, -1]
     assert logged[0][1]["lm_loss"] == 4.123456 and logged[1][1]["valid_loss"] == 2.0

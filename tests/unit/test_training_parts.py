@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,27 @@ def test_timers_measure_from_their_level_on() -> None:
             for _ in range(3):
                 with timers("inner", level=2):
                     pass
-        assert timers.take(steps=2).keys() == expected
-        assert timers.take(1) == {}
+        assert timers.end_step().keys() == timers.take(steps=2).keys() == expected
+        assert timers.end_step() == timers.take(1) == {}
+
+
+def test_steps_are_averaged_and_what_happens_now_and_then_is_told_per_occasion(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter((0, 1, 1, 3, 10, 16, 20, 26, 30, 31))     # seconds at which blocks begin and end
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    timers = Timers(1, CPU)
+    with timers("batch"):
+        pass
+    with timers("batch"):
+        pass
+    assert timers.end_step() == {"batch": 3} and timers.end_step() == {}
+    for _ in range(2):
+        with timers("save", occasional=True):
+            pass
+    assert timers.latest_occasions() == {"save": 6} and timers.latest_occasions() == {}
+    with timers("batch"):
+        pass
+    assert timers.end_step() == {"batch": 1}
+    assert timers.take(steps=4) == {"batch": 1000, "save": 6000}
 
 
 def test_times_of_ranks() -> None:
