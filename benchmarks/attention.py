@@ -2,8 +2,9 @@
 """The exchange around Ulysses attention alone: q, k and v together against one exchange for each.
 
 Two processes (``--ranks``) take each other's shards there and back, forward and backward, without any
-attention between. Shown are the bytes each rank sends to others per direction (counted, and by formula) and
-the medians of time on the clock and of processor time, both ways measured in turn.
+attention between: through collectives, fused and one by one, and through shared memory. Shown are the bytes
+each rank sends to others per direction (counted, and by formula) and the medians of time on the clock and of
+processor time, all ways measured in turn.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -48,11 +50,12 @@ def separately(exchange: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[Any]) -> None:
-    """One rank: measure both ways in turn."""
+    """One rank: measure all ways in turn."""
     import torch
     import torch.distributed as dist
 
     from megatron_sp.parallel.heads import HeadSplit
+    from megatron_sp.parallel.shared_memory import open_link
     from megatron_sp.parallel.ulysses import UlyssesExchange
 
     torch.set_num_threads(1)
@@ -63,7 +66,11 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[An
     tokens = arguments.seq_length // arguments.ranks
     q, k, v = (torch.randn(1, tokens, heads, arguments.head_dim, requires_grad=True)
                for heads in (arguments.heads, arguments.kv_heads, arguments.kv_heads))
-    ways = {"fused": exchange.sequence_to_heads, "three": separately(exchange)}
+    link = open_link(dist.group.WORLD, timedelta(minutes=1))
+    through_memory = UlyssesExchange(dist.group.WORLD, split, link)
+    ways = {"fused": (exchange, exchange.sequence_to_heads), "three": (exchange, separately(exchange))}
+    if link is not None:
+        ways["memory"] = (through_memory, through_memory.sequence_to_heads)
 
     # What attention would give: its output, and the gradients of its inputs, each contiguous.
     shares = [exchange.num_query[rank], *2 * [exchange.num_kv[rank]]]
@@ -71,9 +78,9 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[An
     output = torch.randn_like(gradients[0]).requires_grad_()
     grad_output = torch.randn_like(q)
 
-    def there_and_back(way: Callable[..., tuple[Any, ...]]) -> None:
+    def there_and_back(back: UlyssesExchange, way: Callable[..., tuple[Any, ...]]) -> None:
         spread = way(q, k, v)
-        exchange.heads_to_sequence(output).backward(grad_output)
+        back.heads_to_sequence(output).backward(grad_output)
         torch.autograd.backward(spread, gradients)
         for x in (q, k, v, output):
             x.grad = None
@@ -81,14 +88,14 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[An
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     sent: dict[str, tuple[int, int]] = {}
     for turn in range(-2, arguments.repeats):
-        for name, way in ways.items():
-            exchange.sent.forward = exchange.sent.exchanges = 0
+        for name, (back, way) in ways.items():
+            back.sent.forward = back.sent.exchanges = 0
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
-            there_and_back(way)
+            there_and_back(back, way)
             if turn >= 0:
                 times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-            sent[name] = exchange.sent.forward, exchange.sent.exchanges
+            sent[name] = back.sent.forward, back.sent.exchanges
     results.put((rank, times, sent))
     dist.barrier()
     dist.destroy_process_group()
@@ -121,7 +128,7 @@ def main() -> None:
           f"key/value heads of {arguments.head_dim}, fp32; load {os.getloadavg()[0]:.1f}")
     print(f"formula: {formula / 1e6:.3f} MB sent per rank and direction (q, k, v there and o back)")
     print(f"{'':<8}{'exchanges':>10}{'MB sent':>10}{'ms forward+backward':>22}{'of cpu time':>13}")
-    for name in ("fused", "three"):
+    for name in found[0][1]:
         sent, exchanges = found[0][2][name]
         wall, cpu = (max(statistics.median(pair[index] for pair in times[name]) for _, times, _ in found)
                      for index in (0, 1))
