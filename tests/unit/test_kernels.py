@@ -147,6 +147,27 @@ def compiled_against_eager(flags: str) -> float:
     return max(float((a - b).abs().max() / (b.abs().max() + 1e-12)) for a, b in zip(found[1], found[0]))
 
 
+def compiled_layer(layouts: list[str]) -> tuple[dict[str, float], int]:
+    """On a rank: the same of one tiny layer, by layout, and the number of graphs that were compiled.
+
+    In this process only and without trials of the CPU, which would take longer than the layer.
+    """
+    import torch._inductor.config as inductor
+    from torch._dynamo.utils import counters
+
+    inductor.compile_threads, inductor.cpp.vec_isa_ok = 1, True
+    tiny = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --num-key-value-heads 2"
+    found = {layout: compiled_against_eager(f"{tiny} {layout}") for layout in layouts}
+    return found, counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_layer_computes_the_same() -> None:
+    """By itself and with the Ulysses exchange; of equally many tokens a rank, so that most kernels are shared."""
+    for found, graphs in run_ranks(compiled_layer, 2, ["--seq-length 32", "--ulysses-size 2"], timeout=240):
+        assert len(found) == 2 and max(found.values()) < 1e-4, found
+        assert graphs >= 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world, flags", [(1, ""), (2, "--ulysses-size 2 --zero-stage 3"),
