@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_sp.checkpoint.files import complete_iterations, read_state
 from megatron_sp.data.batch import Microbatch
+from megatron_sp.train import garbage
 from megatron_sp.train.forward_backward import Engine
 from megatron_sp.train.metrics_file import read_metrics
 from tests.helpers.configs import STYLES
@@ -103,6 +106,53 @@ def test_an_error_leaves_profile_and_logs_behind(tmp_path: Path) -> None:
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row["iteration"] == 5 and row["nan"] and row["lm_loss"] is None
     assert run_ranks(train_with_tracker, 1, flags, False) == [[1]]
+
+
+def train_with_stand_ins(flags: str) -> tuple[str, dict[str, list[int]], list[int]]:
+    """``train`` on this rank: TensorBoard's points (name: steps), and the iterations after which all garbage
+    was collected."""
+    from megatron_sp.train import observe
+    from megatron_sp.train.trainer import Trainer
+
+    points: dict[str, list[int]] = {}
+    collected: list[int] = []
+    trainers: list[Trainer] = []
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            points.setdefault(name, []).append(step)
+
+        def close(self) -> None:
+            pass
+
+    class Collector(ModuleType):
+        disable = enable = staticmethod(gc.disable)
+        isenabled = staticmethod(gc.isenabled)
+
+        def collect(self, generation: int = 2) -> None:
+            if generation == 2:     # evaluations collect the youngest only
+                collected.append(trainers[0].state.iteration)
+
+    fit = Trainer.fit
+
+    def remembered(trainer: Trainer) -> None:
+        trainers.append(trainer)
+        fit(trainer)
+
+    observe.open_tensorboard = lambda *_: Writer()
+    garbage.gc = Collector("gc")
+    Trainer.fit = remembered  # type: ignore
+    return train(flags), points, collected
+
+
+def test_times_and_speed_reach_tensorboard_and_garbage_is_collected_when_due(tmp_path: Path) -> None:
+    flags = (f"{LLAMA} --train-iters 5 --manual-gc --manual-gc-interval 2 --save {tmp_path} --save-interval 99 "
+             "--timing-log-level 1 --log-timers-to-tensorboard --log-throughput")
+    ((error, points, collected),) = run_ranks(train_with_stand_ins, 1, flags)
+    assert error == ""
+    for name in ("batch-time", "forward-backward-time", "optimizer-time", "throughput", "tokens-per-s"):
+        assert points[name] == [1, 2, 3, 4, 5]
+    assert collected == [0, 2, 4]
 
 
 def test_fp16_finds_its_scale_and_the_schedule_waits(tmp_path: Path) -> None:

@@ -199,3 +199,25 @@ def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
     assert {"learning-rate", "grad-norm", "batch-size", "loss-scale", "peak-memory-bytes"} <= names
     assert [step for step, _ in logged] == [2, 2, 2, -1]
     assert logged[0][1]["lm_loss"] == 4.123456 and logged[1][1]["valid_loss"] == 2.0
+
+
+@pytest.mark.parametrize("flags, more", [
+    ("", set()), ("--timing-log-level 1", set()), ("--log-throughput", {"throughput", "tokens-per-s"}),
+    ("--timing-log-level 1 --log-timers-to-tensorboard", {"batch-time"})])
+def test_tensorboard_gets_throughput_and_times_when_asked(tmp_path: Path, flags: str, more: set[str]) -> None:
+    points: dict[str, float] = {}
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            points[name] = value
+
+    recorder = recorder_in(tmp_path, flags)
+    recorder.tensorboard = Writer()
+    with recorder.timers("batch"):
+        pass
+    recorder.step(STEP, 8)
+    assert {name for name in points if " vs " not in name} == {
+        "lm loss", "learning-rate", "grad-norm", "batch-size", "iteration-time", "loss-scale", *more}
+    if "throughput" in more:
+        assert points["tokens-per-s"] == 512 / 0.0123
+        assert points["throughput"] == recorder.speed(8, 0.0123)["tflops_per_device"] > 0
