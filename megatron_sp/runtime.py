@@ -135,7 +135,7 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
         # a reader such as `head` has seen enough; other ranks wait for this one, so let the launcher end them
         code = 0 if os.environ.get("WORLD_SIZE", "1") == "1" else 128 + signal.SIGPIPE
     except RuntimeError as error:
-        sign = next((words for words in PEER_IS_GONE if words in str(error)), "")
+        sign = _lost_peer(error)
         if not sign or os.environ.get("WORLD_SIZE", "1") == "1":
             raise
         print(f"rank {os.environ.get('RANK')} stopped because another rank ended ({sign}); its message is above or in "
@@ -149,6 +149,15 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
             sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _lost_peer(error: BaseException | None) -> str:
+    """What an error, or one that it was raised from (pipelines wrap theirs), says about a rank that is gone; or ""."""
+    while error is not None:
+        if sign := next((words for words in PEER_IS_GONE if words in str(error)), ""):
+            return sign
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _is_first_to_say(message: str) -> bool:

@@ -69,7 +69,10 @@ def test_a_rank_that_lost_its_peer_does_not_bury_the_peers_message(tmp_path: Pat
             "    dist.all_reduce(torch.ones(3))\n"
             "    if rank == 1:\n        raise DataError('file x is damaged')\n"
             "    if argv[1] == 'bug':\n        raise RuntimeError('a bug')\n"
-            "    dist.all_reduce(torch.ones(3))\nrun_program(main)")
+            "    try:\n        dist.all_reduce(torch.ones(3))\n"
+            "    except RuntimeError as error:\n"
+            "        raise (RuntimeError('stage 0 failed') if argv[1] == 'pipeline' else error) from error\n"
+            "run_program(main)")
 
     def run_both(kind: str) -> list[tuple[int, str]]:
         both = [subprocess.Popen([sys.executable, "-c", code, f"file://{tmp_path / kind}", kind], text=True,
@@ -78,9 +81,11 @@ def test_a_rank_that_lost_its_peer_does_not_bury_the_peers_message(tmp_path: Pat
         said = [process.communicate(timeout=60)[1].strip() for process in both]
         return [(process.returncode, text) for process, text in zip(both, said, strict=True)]
 
-    left, failed = run_both("peer")
-    assert failed == (2, "DataError: file x is damaged")
-    assert left[0] == 1 and left[1].startswith("rank 0 stopped because another rank ended (") and "\n" not in left[1]
+    for kind in ("peer", "pipeline"):
+        left, failed = run_both(kind)
+        assert failed == (2, "DataError: file x is damaged")
+        assert left[0] == 1 and "\n" not in left[1]
+        assert left[1].startswith("rank 0 stopped because another rank ended (")
     left, _ = run_both("bug")
     assert left[0] == 1 and "Traceback" in left[1] and "a bug" in left[1]
 
