@@ -153,9 +153,11 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
 
 def _lost_peer(error: BaseException | None) -> str:
     """What an error, or one that it was raised from (pipelines wrap theirs), says about a rank that is gone; or ""."""
-    while error is not None:
+    seen: list[BaseException] = []      # a chain can be a circle
+    while error is not None and error not in seen:
         if sign := next((words for words in PEER_IS_GONE if words in str(error)), ""):
             return sign
+        seen.append(error)
         error = error.__cause__ or error.__context__
     return ""
 

@@ -61,13 +61,13 @@ def test_the_same_mistake_in_the_next_attempt_is_said_again(variables: list[dict
 
 
 def test_a_rank_that_lost_its_peer_does_not_bury_the_peers_message(tmp_path: Path) -> None:
-    code = ("import sys\nfrom megatron_sp.runtime import launch_environment, run_program\n"
+    code = ("import os\nfrom megatron_sp.runtime import launch_environment, run_program\n"
             "from megatron_sp.errors import DataError\n"
             "def main(argv):\n    import torch\n    import torch.distributed as dist\n"
             "    rank = launch_environment().rank\n"
             "    dist.init_process_group('gloo', init_method=argv[0], rank=rank, world_size=2)\n"
             "    dist.all_reduce(torch.ones(3))\n"
-            "    if rank == 1:\n        raise DataError('file x is damaged')\n"
+            "    if rank == 1:\n        raise DataError(f'{argv[1]} {os.getppid()}: file x is damaged')\n"
             "    if argv[1] == 'bug':\n        raise RuntimeError('a bug')\n"
             "    try:\n        dist.all_reduce(torch.ones(3))\n"
             "    except RuntimeError as error:\n"
@@ -83,7 +83,7 @@ def test_a_rank_that_lost_its_peer_does_not_bury_the_peers_message(tmp_path: Pat
 
     for kind in ("peer", "pipeline"):
         left, failed = run_both(kind)
-        assert failed == (2, "DataError: file x is damaged")
+        assert failed == (2, f"DataError: {kind} {os.getpid()}: file x is damaged")
         assert left[0] == 1 and "\n" not in left[1]
         assert left[1].startswith("rank 0 stopped because another rank ended (")
     left, _ = run_both("bug")
