@@ -75,3 +75,18 @@ class HeadSplit:
         first, last = self.ulysses_query[ulysses_rank]
         offset = self.kv[0] + self.ulysses_kv[ulysses_rank][0]
         return tuple((self.query[0] + head) * self.num_kv // self.num_query - offset for head in range(first, last))
+
+    @property
+    def heads_sent(self) -> int:
+        """Query, key and value heads that a rank sends of each of its tokens, itself included."""
+        return sum(stop - start for start, stop in self.ulysses_query) + 2 * sum(
+            stop - start for start, stop in self.ulysses_kv)
+
+    def free_groups(self, wanted: int) -> int:
+        """The most groups up to ``wanted`` that give each rank a head and send no key/value head twice for it."""
+        def is_free(count: int) -> bool:
+            parts = self.in_groups(count)
+            return sum(part.heads_sent for part in parts) == self.heads_sent and all(
+                start < stop for part in parts for start, stop in part.ulysses_query)
+
+        return max(count for count in range(1, wanted + 1) if count == 1 or is_free(count))

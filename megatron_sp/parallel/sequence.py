@@ -13,7 +13,7 @@ from megatron_sp.parallel.heads import HeadSplit
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.ring import BlockKernel, Ring, RingAttention, Triple
 from megatron_sp.parallel.ulysses import Core, UlyssesAttention, UlyssesExchange
-from megatron_sp.parallel.ulysses_overlap import HeadGroup, OverlappedUlysses, free_groups
+from megatron_sp.parallel.ulysses_overlap import HeadGroup, OverlappedUlysses
 
 
 class MatchedHeads:
@@ -100,7 +100,7 @@ def parallel_attention(core: Core, kernel: BlockKernel, heads: HeadSplit, mesh: 
 
 def default_overlap(heads: HeadSplit, mesh: ParallelMesh) -> int:
     """Two groups on a GPU where that sends no more than one; a CPU has nothing that could run beside it."""
-    return free_groups(heads, 2) if mesh.device.type == "cuda" else 1
+    return heads.free_groups(2) if mesh.device.type == "cuda" else 1
 
 
 def overlapped_ulysses(core: Core, heads: HeadSplit, mesh: ParallelMesh, count: int) -> OverlappedUlysses:

@@ -29,8 +29,10 @@ import torch.distributed as dist
 
 from megatron_sp.errors import TrainingError
 
-#: Bytes of one slot; two slots for each peer.
+#: Bytes of one slot at most; each peer has two.
 SLOT = 1 << 20
+#: Bytes of a rank's mailboxes together, which many peers share.
+MAILBOXES = 8 << 20
 #: Seconds within which a peer that is about to link must have called.
 HANDSHAKE = 20.0
 #: Every tensor in a slot starts at a multiple of this.
@@ -54,9 +56,10 @@ class SharedMemoryLink:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.global_ranks = dist.get_process_group_ranks(group)
         self.timeout = timeout
+        self.slot = slot_bytes(self.size)
         self._sockets = sockets
-        boxes = [torch.frombuffer(memory, dtype=torch.uint8).view(self.size, 2, SLOT) for memory in memories]
-        self._outgoing = {peer: boxes[self.rank][peer] for peer in sockets}  # [2, SLOT]
+        boxes = [torch.frombuffer(memory, dtype=torch.uint8).view(self.size, 2, self.slot) for memory in memories]
+        self._outgoing = {peer: boxes[self.rank][peer] for peer in sockets}  # [2, slot]
         self._incoming = {peer: boxes[peer][self.rank] for peer in sockets}
         self._free = dict.fromkeys(sockets, 2)   # slots that may be filled
         self._full = dict.fromkeys(sockets, 0)   # slots that wait to be emptied
@@ -79,8 +82,8 @@ class SharedMemoryLink:
             TrainingError: a rank ended or did not answer within the time-out.
         """
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        outgoing = {peer: _messages(send[peer]) for peer in peers}
-        incoming = {peer: _messages(receive[peer]) for peer in reversed(peers)}
+        outgoing = {peer: _messages(send[peer], self.slot) for peer in peers}
+        incoming = {peer: _messages(receive[peer], self.slot) for peer in reversed(peers)}
         own: Iterator[tuple[torch.Tensor, torch.Tensor]] = zip(receive[self.rank], send[self.rank], strict=True)
         while outgoing or incoming:
             for peer, messages in list(outgoing.items()):
@@ -126,6 +129,7 @@ class SharedMemoryLink:
         self._free[peer] -= 1
         slot = self._outgoing[peer][self._sent[peer] % 2]
         self._sent[peer] += 1
+        slot[:8].view(torch.int64).fill_(_size(message))
         for tensor, place in _places(message, slot):
             place.copy_(tensor)
         try:
@@ -139,6 +143,8 @@ class SharedMemoryLink:
         self._full[peer] -= 1
         slot = self._incoming[peer][self._received[peer] % 2]
         self._received[peer] += 1
+        found, wanted = int(slot[:8].view(torch.int64)), _size(message)
+        assert found == wanted, f"rank {self.global_ranks[peer]} sent {found} bytes where {wanted} are due"
         for tensor, place in _places(message, slot):
             tensor.add_(place) if add else tensor.copy_(place)
         with contextlib.suppress(OSError):  # a peer that needs no slot any more may have left
@@ -163,19 +169,24 @@ class SharedMemoryLink:
                              "waited for its data")
 
 
-def _messages(pieces: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def slot_bytes(size: int) -> int:
+    """Bytes of a slot among ``size`` ranks; large enough for a token's heads in any case."""
+    return min(SLOT, max(128 << 10, MAILBOXES // (2 * size)))
+
+
+def _messages(pieces: Sequence[torch.Tensor], slot: int) -> Iterator[list[torch.Tensor]]:
     """Cut tensors along their first dimension and pack them into messages that fit a slot."""
     message: list[torch.Tensor] = []
-    room = SLOT
+    room = whole = slot - ALIGNMENT
     for piece in pieces:
         start, length = 0, len(piece)
         row = piece[0].numel() * piece.element_size() if length else 0
-        assert row <= SLOT, "a row of this tensor does not fit a mailbox"
+        assert row <= whole, "a row of this tensor does not fit a mailbox"
         while row and start < length:
             stop = min(length, start + room // row)
             if stop == start:
                 yield message
-                message, room = [], SLOT
+                message, room = [], whole
                 continue
             message.append(piece[start:stop])
             room -= _aligned((stop - start) * row)
@@ -186,11 +197,15 @@ def _messages(pieces: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _places(message: list[torch.Tensor], slot: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each tensor of a message beside its place in a slot."""
-    offset = 0
+    offset = ALIGNMENT  # the message's size is before them
     for tensor in message:
         size = tensor.numel() * tensor.element_size()
         yield tensor, slot[offset:offset + size].view(tensor.dtype).view(tensor.shape)
         offset += _aligned(size)
+
+
+def _size(message: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in message)
 
 
 def _aligned(size: int) -> int:
@@ -227,7 +242,8 @@ def _machine() -> str:
     """Tells machines apart, and users of one machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.getuid()}"
+            # containers of one machine share its boot id, not the space of its sockets' names
+            return f"{file.read().strip()} {os.getuid()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return secrets.token_hex()
 
@@ -266,7 +282,7 @@ def _connect(listener: socket.socket, addresses: Sequence[bytes],
         OSError: a peer cannot be reached, or there is no memory to share.
     """
     size = len(addresses)
-    total = size * 2 * SLOT  # bytes; pages that are never used take no memory
+    total = size * 2 * slot_bytes(size)  # bytes; pages that are never used take no memory
     descriptor = os.memfd_create("megatron_sp")
     sockets: dict[int, socket.socket] = {}
     descriptors = {rank: descriptor}

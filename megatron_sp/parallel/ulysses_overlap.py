@@ -61,19 +61,3 @@ class OverlappedUlysses:
         query, kv = (slice(part[0] - whole[0], part[1] - whole[0]) for part, whole in (
             (group.heads.query, self.heads.query), (group.heads.kv, self.heads.kv)))
         return group.exchange.start_to_heads(q[:, :, query], k[:, :, kv], v[:, :, kv])
-
-
-def heads_sent(split: HeadSplit) -> int:
-    """Query, key and value heads that a rank sends of each of its tokens, itself included."""
-    return sum(stop - start for start, stop in split.ulysses_query) + 2 * sum(
-        stop - start for start, stop in split.ulysses_kv)
-
-
-def free_groups(heads: HeadSplit, wanted: int) -> int:
-    """The most groups up to ``wanted`` that give each rank a head and send no key/value head twice for it."""
-    def is_free(count: int) -> bool:
-        parts = heads.in_groups(count)
-        return sum(map(heads_sent, parts)) == heads_sent(heads) and all(
-            start < stop for part in parts for start, stop in part.ulysses_query)
-
-    return max(count for count in range(1, wanted + 1) if count == 1 or is_free(count))

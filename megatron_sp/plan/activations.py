@@ -98,7 +98,8 @@ def _core(run: Run, sizes: Sizes, device: str) -> _Core:
         kept += t * (sizes.query + sizes.kv) * e
     if parallel.ulysses > 1:  # the output a second time, in this rank's tokens
         kept += t * sizes.query * e
-        exchanged += qkv + t * sizes.query * e
+        if device == "gpu" or not run.parallel.shared_memory or run.train.compile:  # copies in memory are made again
+            exchanged += qkv + t * sizes.query * e
     wide = t * sizes.core_query * FP32 if device == "gpu" else 0  # the gradient of q is summed in fp32
     peak = qkv + q + lse + q + qkv + wide  # q, k, v, o, dO, dq, dk, dv
     if parallel.ring > 1:

@@ -65,6 +65,8 @@ def signature(run: Run) -> dict[str, Any]:
         "accumulation": microbatches > 1, "pipeline filled": microbatches >= stages,
         "pipeline steady": microbatches > stages, "rounds": min(2, microbatches // parallel.pp),
         "micro-batch above 1": train.micro_batch_size > 1, "data parallel": parallel.dp > 1,
+        # a sum of three terms has the same bits everywhere only if it is made in one order
+        "copies of sums": parallel.pp > 1 and not model.untie_embeddings_and_output_weights and parallel.fsdp > 2,
         "sharded": shard > 1, "replicated": parallel.fsdp // shard > 1,
         "memory": memory_signature(run), "partly rotated heads": model.rotary_percent < 1, "tail of learned positions":
             model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > run.data.seq_length,
@@ -114,8 +116,11 @@ def shrink(run: Run, most: int = MOST_PROCESSES) -> Small:
 
 def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
     """In fp32/fp64, without dropout, files and ramp-up: the notes say so."""
-    notes = []
+    notes, parallel = [], replace(run.parallel, sequence_split=0, shared_memory=False,  # exchanges as on GPUs
+                                  ulysses_overlap_groups=_overlap_on_gpus(run))
     if run.precision.dtype != "float32":
+        if parallel.zero_stage == 0 and parallel.fsdp > 1:  # FSDP keeps the master weights: in shards of one rank
+            parallel = replace(parallel, zero_stage=1, fsdp_size=1)
         notes.append(f"{run.precision.dtype} is proven in float64: rounding would hide errors.")
     model = run.model
     if model.attention_dropout or model.hidden_dropout:
@@ -124,7 +129,7 @@ def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
         notes.append("the final global batch size is proven, not its ramp-up.")
     run = replace(
         run, precision=Precision(), checkpoint=Checkpoint(), logging=Logging(), schedule=Schedule(lr=run.schedule.lr),
-        parallel=replace(run.parallel, sequence_split=0),
+        parallel=parallel,
         data=Data(seq_length=run.data.seq_length, mock_data=True, tokenizer_type="NullTokenizer"),
         model=replace(model, attention_dropout=0.0, hidden_dropout=0.0, vocab_size=VOCABULARY, padded_vocab_size=0,
                       make_vocab_size_divisible_by=8),
@@ -133,6 +138,16 @@ def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
     step = run.train.micro_batch_size * run.parallel.dp
     rounded = max(1, run.train.global_batch_size // step) * step
     return replace(run, train=replace(run.train, global_batch_size=rounded)), notes
+
+
+def _overlap_on_gpus(run: Run) -> int:
+    """Head groups of the Ulysses exchange where ``--ulysses-overlap-groups`` says nothing."""
+    parallel, model = run.parallel, run.model
+    if parallel.ulysses_overlap_groups or parallel.ulysses == 1 or parallel.ring > 1 or run.train.compile or (
+            run.memory.attention_head_groups > 1):
+        return parallel.ulysses_overlap_groups
+    heads = HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=parallel.tp, ulysses=parallel.ulysses)
+    return heads.free_groups(2)
 
 
 def _one_replica(run: Run) -> Run:
@@ -153,10 +168,11 @@ def _divisors(number: int) -> list[int]:
 
 def _small_heads(run: Run, wanted: dict[str, Any]) -> Run:
     """Heads divided by the largest factor that changes nothing."""
-    model = run.model
+    model, parallel = run.model, run.parallel
+    runs = max(1, parallel.ulysses_overlap_groups, run.memory.attention_head_groups)  # each has a head for each rank
     for factor in _divisors(model.num_query_groups):
         heads, groups = model.num_attention_heads // factor, model.num_query_groups // factor
-        if heads % run.parallel.tp or heads < run.parallel.tp * run.parallel.ulysses:
+        if heads % parallel.tp or heads < parallel.tp * parallel.ulysses * runs:
             continue
         small = replace(run, model=replace(model, num_attention_heads=heads, num_query_groups=groups))
         if head_signature(small) == wanted["heads"]:

@@ -106,10 +106,10 @@ class PipelineEngine:
         self.model.train()
         self.denominator = denominator
         self.microbatch_losses = self.runner.train(*_joined(microbatches))
-        if self.model.tied is not None:
-            self.model.tied.sum_gradients()
         if self.sum_copies:
             sum_gradients(self.model, self.mesh)
+        if self.model.tied is not None:  # last, so that both copies get the same bits
+            self.model.tied.sum_gradients()
         return self._total(self.microbatch_losses)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.plan.memory import predict
 from tests.helpers.spawn import RunRanks
-from tests.helpers.trace import Traced, trace_here, unlinked
+from tests.helpers.trace import Traced, trace_here
 from tests.unit.test_memory_model import FULL, LLAMA, TOLERANCE, resolved
 
 SMALL = "--hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 352 --seq-length 1024 --global-batch-size 4 "
@@ -23,7 +24,7 @@ def traced(cases: dict[str, str]) -> dict[str, Traced]:
     found = {}
     for name, flags in cases.items():
         run = resolved(flags, 2 if name != "sharded" else 4)
-        found[name] = trace_here(run, unlinked(run), explain=True)
+        found[name] = trace_here(run, ParallelMesh.build(run.parallel), explain=True)
     return found
 
 

@@ -107,6 +107,21 @@ def test_a_rank_that_ends_or_is_late_is_named(ranks: RunRanks) -> None:
     assert late.startswith("rank 0 waited 0:00:01 for rank 1") and "--distributed-timeout-minutes" in late
 
 
+def mismatched() -> str:
+    link = open_link(dist.group.WORLD, timedelta(seconds=10))  # type: ignore[arg-type]
+    assert link is not None
+    count = 4 if dist.get_rank() else 8
+    try:
+        link.all_reduce([torch.ones(count)])
+    except (AssertionError, TrainingError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_disagree_about_a_size_stop(ranks: RunRanks) -> None:
+    assert any("bytes where" in said for said in ranks(mismatched, 2))
+
+
 def refused() -> bool:
     if dist.get_rank() == 1:
         shared_memory._machine = lambda: "another"  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from megatron_sp.parallel.heads import HeadSplit
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.sequence import match_heads, overlapped_ulysses
 from megatron_sp.parallel.ulysses import UlyssesAttention, UlyssesExchange
-from megatron_sp.parallel.ulysses_overlap import OverlappedUlysses, free_groups
+from megatron_sp.parallel.ulysses_overlap import OverlappedUlysses
 from megatron_sp.proof.reference import random_weights
 from megatron_sp.proof.steps import batch, step_in_layout
 from tests.distributed.test_ulysses import TOKENS, WIDTH
@@ -45,7 +45,7 @@ def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
         for x, y in zip(*found):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
         sent = sum(group.exchange.sent.forward for group in beside.groups)
-        if free_groups(split, count) == count:
+        if split.free_groups(count) == count:
             assert sent == plain.exchange.sent.forward, (n, g, count)
 
 
@@ -106,7 +106,7 @@ def test_overlap(ranks: RunRanks, world: int) -> None:
 @pytest.mark.parametrize("n, g, ulysses, groups", [
     (32, 32, 8, 2), (32, 8, 4, 2), (32, 8, 8, 1), (8, 1, 4, 1), (4, 4, 4, 1), (30, 30, 8, 2)])
 def test_groups_by_default_send_no_more(n: int, g: int, ulysses: int, groups: int) -> None:
-    assert free_groups(HeadSplit.of(n, g, ulysses=ulysses), 2) == groups
+    assert HeadSplit.of(n, g, ulysses=ulysses).free_groups(2) == groups
 
 
 def test_overlap_is_what_the_flag_gives(ranks: RunRanks) -> None:

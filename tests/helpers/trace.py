@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,17 +62,12 @@ def fake_world(world_size: int) -> Iterator[None]:
 
 def trace_step(run: Run, *, explain: bool = False) -> Traced:
     """Forward and backward of one global batch of a resolved run on rank 0; without pipeline (stages wait for
-    their neighbours' tensors)."""
-    assert run.parallel.pp == 1
+    their neighbours' tensors) and shared memory."""
+    assert run.parallel.pp == 1 and not run.parallel.shared_memory
     with fake_world(run.parallel.world_size):
-        mesh = unlinked(run)
+        mesh = ParallelMesh.build(run.parallel)
         with mock.patch.object(build, "assemble", _assemble_really), FakeTensorMode(allow_non_fake_inputs=True):
             return trace_here(run, mesh, explain=explain)
-
-
-def unlinked(run: Run) -> ParallelMesh:
-    """A mesh whose ranks share no memory, as on a GPU."""
-    return ParallelMesh.build(dataclasses.replace(run.parallel, shared_memory=False))
 
 
 def _assemble_really(*args: Any, assemble: Callable[..., GPT] = build.assemble) -> GPT:

@@ -119,6 +119,7 @@ RINGS = [
 PIPELINES = [
     Case("pp 2", 2, PP2),
     Case("pp 2, tied", 2, PP2, "gpt2"),
+    Case("pp 2, ulysses 2, dp 2, through sockets, tied", 8, f"{PP2} {U2} --no-shared-memory", "gpt2"),
     Case("pp 2, ulysses 2, zero 1, tied", 4, f"{PP2} {U2} --zero-stage 1", "gpt2"),
     Case("pp 2, tp 2, megatron sp, tied", 4, f"{PP2} {TP2} {SP}", "gpt2"),
     *[Case(f"pp 2, dp 2, zero {stage}, tied", 4, f"{PP2} --zero-stage {stage}", "gpt2") for stage in (0, 2, 3)],

@@ -67,7 +67,7 @@ CASES = {
 
 
 def resolved(flags: str, world_size: int = 1) -> Run:
-    return with_vocab(load_run(flags.split(), world_size)[0], 8192)
+    return with_vocab(load_run(f"{flags} --no-shared-memory".split(), world_size)[0], 8192)  # as on a GPU
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,6 +7,7 @@ import pytest
 from megatron_sp.config.checks import check_problems
 from megatron_sp.config.load import load_run
 from megatron_sp.config.schema import Run
+from megatron_sp.config.sharding import uses_fsdp
 from megatron_sp.proof.shrink import MOST_PROCESSES, TooLargeError, shrink, signature
 
 BASE = ("--seq-length 8192 --lr 1e-4 --mock-data --vocab-size 32000 --attention-dropout 0 "
@@ -32,6 +33,9 @@ def run_of(flags: str, world: int) -> Run:
         "--ulysses-size 4"),
     (4, "--num-attention-heads 10 --num-key-value-heads 10 --hidden-size 2560 --ulysses-size 4"),
     (4, "--num-attention-heads 32 --num-key-value-heads 1 --ulysses-size 4 --micro-batch-size 4"),
+    (2, f"{HEADS} --ulysses-size 2 --attention-head-groups 8"),
+    (2, f"{HEADS} --ulysses-size 2 --ulysses-overlap-groups 4"),
+    (16, f"{HEADS} --pipeline-model-parallel-size 2 --global-batch-size 64"),
     (2, f"{HEADS} --ulysses-size 2 --recompute-granularity full --recompute-num-layers 3"),
     (2, f"{HEADS} --ulysses-size 2 --mlp-tile-size 1024 --loss-tile-size 8192"),
     (2, f"{HEADS} --position-embedding-type rope --rotary-percent 0.25 --max-position-embeddings 16384"),
@@ -65,3 +69,19 @@ def test_data_parallelism_goes_first_and_is_mentioned() -> None:
 def test_too_large(world: int, flags: str) -> None:
     with pytest.raises(TooLargeError, match="too large to prove here"):
         shrink(run_of(flags, world))
+
+
+def test_what_runs_on_gpus_is_proven() -> None:
+    """Heads overlapped through collectives; half precision at ZeRO stage 0 through FSDP."""
+    small = shrink(run_of(f"{HEADS} --ulysses-size 2 --bf16", 4)).run
+    assert small.parallel.ulysses_overlap_groups == 2 and not small.parallel.shared_memory
+    assert uses_fsdp(small) and small.parallel.fsdp_size == 1
+    assert not uses_fsdp(shrink(run_of(f"{HEADS} --ulysses-size 2", 4)).run)
+    assert shrink(run_of(f"{HEADS} --ulysses-size 2 --ulysses-overlap-groups 1", 4)).run.parallel \
+        .ulysses_overlap_groups == 1
+
+
+def test_tied_copies_of_sums_of_several_terms_stay() -> None:
+    """Two terms have the same sum in any order."""
+    run = run_of(f"{HEADS} --pipeline-model-parallel-size 2 --global-batch-size 64", 16)
+    assert shrink(run).run.parallel.fsdp > 2
