@@ -61,7 +61,8 @@ def test_speed_is_the_same_for_any_split_of_the_sequence(tmp_path: Path) -> None
     assert found[0]["tokens_per_s"] == 512
     assert found[0]["tflops_per_device"] == pytest.approx(8 * flops / 1e12)
     assert found[0]["mfu"] == pytest.approx(8 * flops / 1e6)
-    assert found[0]["hfu"] == pytest.approx(8 * (flops + layers + attention) / 1e6)
+    last = 2 * 64 * 8 * 32  # of a recomputed layer's products the last is not made again
+    assert found[0]["hfu"] == pytest.approx(8 * (flops + layers - last + attention) / 1e6)
     for other in found[1:]:
         assert other["tokens_per_s"] == 512 and other["mfu"] == pytest.approx(found[0]["mfu"] / 2)
 
