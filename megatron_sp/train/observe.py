@@ -198,6 +198,8 @@ class Recorder:
             points["loss-scale"] = step.loss_scale
         if flags.log_memory_to_tensorboard:
             points["peak-memory-bytes"] = peak
+        if flags.log_world_size_to_tensorboard:
+            points["world-size"] = self.run.parallel.world_size
         if flags.log_throughput:
             points |= {("throughput" if name == "tflops_per_device" else name.replace("_", "-")): value for name, value
                        in self.speed(step.global_batch_size, step.step_time).items()}

@@ -1,4 +1,4 @@
-"""A walk through every essential flag: what it changes, or what is answered; and where people can read about it."""
+"""A walk through every flag: what it changes, that code reads it, or what is answered; and its documentation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import functools
 import pytest
 
 from megatron_sp.config.flags import build_parser, parse
+from megatron_sp.config.options import schema_options
 from megatron_sp.config.schema import Run
 from megatron_sp.config.tables import HINTS, NOT_YET
+from tests.helpers.field_reads import reads
 from tests.unit.known_flags import ESSENTIAL
 from tools.make_flag_docs import ROOT
 
@@ -142,6 +144,23 @@ SETS = """
 
 CASES = [tuple(line.rsplit(maxsplit=1)) for line in SETS.strip().splitlines()]
 
+#: Fields that nothing outside of config/ reads -> the field that follows from them there, and is read.
+BECOMES = {
+    "model.make_vocab_size_divisible_by": "model.padded_vocab_size",
+    "parallel.layers_per_virtual_stage": "parallel.stages_per_rank",
+    "parallel.sequence_split": "parallel.ulysses",
+    "parallel.devices_per_node": "parallel.ring",           # by way of the split
+    "precision.bf16": "precision.dtype",
+}
+#: Other such fields -> why that is right.
+NOT_READ = {
+    "parallel.pipeline_layers": "read through config.stages.stage_layers",
+    "precision.accumulate_allreduce_grads_in_fp32": "always on unless --grad-reduce-in-bf16",
+    "train.decrease_batch_size_if_needed": "batches are rounded down in any case; without it a check refuses them",
+    "train.exit_signal_handler": "always on",
+    "logging.log_batch_size_to_tensorboard": "always on",
+}
+
 
 def normalised(name: str) -> str:
     return "--" + name.lstrip("-").replace("_", "-")
@@ -151,6 +170,16 @@ ALL = {normalised(name) for name in ESSENTIAL}
 SETTING = {normalised(word) for words, _ in CASES for word in words.split() if word.startswith("--")}
 #: What is left is a hint, or is refused by name until it is there.
 ANSWERED = sorted(ALL - SETTING)
+
+
+@functools.cache
+def fields_read() -> tuple[set[str], set[str]]:
+    """The fields that code acts on, and those that config/ reads; predictions and proofs are no effect."""
+    package = ROOT / "megatron_sp"
+    acting = [path for path in package.rglob("*.py")
+              if path.relative_to(package).parts[0] not in ("config", "plan", "proof")]
+    return (set().union(*map(reads, [*acting, ROOT / "pretrain_gpt.py"])),
+            set().union(*map(reads, (package / "config").rglob("*.py"))))
 
 
 @functools.cache
@@ -189,6 +218,20 @@ def test_it_is_documented(name: str) -> None:
         assert name in text.replace("\n", " ")
 
 
+@pytest.mark.parametrize("key", schema_options())
+def test_it_has_an_effect(key: str) -> None:
+    """Some code reads the field, not only the parser."""
+    acting, in_config = fields_read()
+    if key in BECOMES:
+        assert key not in acting and key in in_config and BECOMES[key] in acting
+    elif key in NOT_READ:
+        assert key not in acting
+        assert "always" not in NOT_READ[key] or "always" in schema_options()[key].help
+    else:
+        assert key in acting, "nobody reads it"
+
+
 def test_nothing_is_left_out() -> None:
+    assert BECOMES.keys() | NOT_READ.keys() <= schema_options().keys()
     assert SETTING <= ALL
     assert len(ALL) == 133

@@ -203,7 +203,8 @@ def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
 
 
 @pytest.mark.parametrize("flags, more", [
-    ("", set()), ("--timing-log-level 1", set()), ("--log-throughput", {"throughput", "tokens-per-s"}),
+    ("", set()), ("--timing-log-level 1", set()), ("--log-world-size-to-tensorboard", {"world-size"}),
+    ("--log-throughput", {"throughput", "tokens-per-s"}),
     ("--timing-log-level 1 --log-timers-to-tensorboard", {"batch-time"})])
 def test_tensorboard_gets_throughput_and_times_when_asked(tmp_path: Path, flags: str, more: set[str]) -> None:
     points: dict[str, float] = {}
