@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +42,23 @@ def train_and_tell(flags: str) -> tuple[str, str]:
     rank, world, output = dist.get_rank(), dist.get_world_size(), io.StringIO()
     try:
         run, _ = load_run([*TRAINING, "--log-interval", "1", *flags.split()], world)
-        with contextlib.redirect_stdout(output):
+        with contextlib.redirect_stdout(output), scratch():
             pretrain(run, Environment(rank, world, rank, launched=True), StopSignals(()), started=time.monotonic())
     except UserError as error:
         return output.getvalue(), f"{type(error).__name__}: {error}"
     return output.getvalue(), ""
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[None]:
+    """A place for what a run without --save writes where it starts."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        try:
+            yield
+        finally:
+            os.chdir(before)
 
 
 def steps(directory: Path, *names: str) -> list[tuple[Any, ...]]:
