@@ -193,7 +193,9 @@ class Recorder:
         if self.tensorboard is None or step.iteration % flags.tensorboard_log_interval:
             return
         points = {"lm loss": step.lm_loss, "learning-rate": step.learning_rate, "grad-norm": step.grad_norm,
-                  "batch-size": step.global_batch_size, "iteration-time": step.step_time, **step.extra}
+                  "batch-size": step.global_batch_size, "iteration-time": step.step_time,
+                  "skipped": float(step.skipped), "nan": float(step.nan), "consumed-tokens": step.consumed_tokens}
+        points |= {name if "/" in name else name.replace("_", "-"): value for name, value in step.extra.items()}
         if flags.log_loss_scale_to_tensorboard:
             points["loss-scale"] = step.loss_scale
         if flags.log_memory_to_tensorboard:
@@ -225,9 +227,10 @@ class Recorder:
                      f"lm loss PPL: {perplexity:.6E} |")
             row |= {f"{kind}_loss{slash}{own_name}": loss, f"{kind}_ppl{slash}{own_name}": perplexity}
             if self.tensorboard is not None:
-                self.tensorboard.add_scalar(f"lm loss {long_name}", loss, iteration)
+                points = {f"lm loss {long_name}": loss}
                 if self.run.logging.log_validation_ppl_to_tensorboard:
-                    self.tensorboard.add_scalar(f"lm loss {long_name} ppl", perplexity, iteration)
+                    points[f"lm loss {long_name} ppl"] = perplexity
+                self._to_tensorboard(points, iteration, consumed_samples)
         self._write(row)
 
     def progress(self, text: str) -> None:

@@ -195,7 +195,8 @@ def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
     assert rows[0]["times_ms"] == {"batch": 5000, "save": 5000}
     assert rows[2]["times_at_end_ms"] == {"save": 2000}
     assert points["lm loss", 1] == points["lm loss", 2] == points["lm loss vs samples", 16] == 4.123456
-    assert points["lm loss validation", 2] == 2.0 and points["lm loss validation ppl", 2] == pytest.approx(math.exp(2))
+    assert points["lm loss validation vs samples", 16] == points["lm loss validation", 2] == 2.0
+    assert points["lm loss validation ppl", 2] == pytest.approx(math.exp(2))
     names = {name for name, _ in points}
     assert {"learning-rate", "grad-norm", "batch-size", "loss-scale", "peak-memory-bytes"} <= names
     assert [step for step, _ in logged] == [2, 2, 2, -1]
