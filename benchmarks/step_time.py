@@ -2,7 +2,8 @@
 """Time and peak memory of a training step: a plain PyTorch loop, ours on one process, ours with Ulysses.
 
 Everything is measured in one run, in turn (plain, ours, ours split, plain, ...), so that a busy machine
-slows all alike; medians are compared. A step is forward, backward, clipping and fused AdamW in fp32 on a
+slows all alike; medians are compared. Before its step a process is awake for a moment, as it is in training:
+two that were woken at once may start on the same core. A step is forward, backward, clipping and fused AdamW in fp32 on a
 batch of one sequence that stays the same. Each process has one thread, each measured program its own
 processes, which wait without work while another is measured.
 
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+AWAKE = 0.1  # seconds
 SHAPE = dict(layers=4, hidden=256, heads=8, ffn=688, vocab=8192)
 
 
@@ -115,6 +117,9 @@ def work(pipe: Connection, build: Callable[[], Callable[[], float]]) -> None:
     step = build()
     pipe.send(before)
     while pipe.recv() == "step":
+        awake = time.perf_counter() + AWAKE
+        while time.perf_counter() < awake:
+            pass
         wall, cpu = time.perf_counter(), time.process_time()
         loss = step()
         pipe.send(Measured(time.perf_counter() - wall, time.process_time() - cpu, loss))
