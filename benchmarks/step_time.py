@@ -2,10 +2,10 @@
 """Time and peak memory of a training step: a plain PyTorch loop, ours on one process, ours with Ulysses.
 
 Everything is measured in one run, in turn (plain, ours, ours split, plain, ...), so that a busy machine
-slows all alike; medians are compared. Before its step a process is awake for a moment, as it is in training:
-two that were woken at once may start on the same core. A step is forward, backward, clipping and fused AdamW in fp32 on a
+slows all alike; medians are compared. A step is forward, backward, clipping and fused AdamW in fp32 on a
 batch of one sequence that stays the same. Each process has one thread, each measured program its own
-processes, which wait without work while another is measured.
+processes, which wait without work while another is measured. Before its step a process is awake for a
+moment, as it is in training: two that were woken at once may start on the same core.
 
 Beside the time on the clock stands the processor time of the slowest process. On a machine with other
 work that is the steadier figure; on an idle one the two agree.

@@ -37,3 +37,9 @@ class CheckpointError(UserError):
 
 class TrainingError(UserError):
     """Training cannot go on (for example a loss that is not a number)."""
+
+
+class PeerLostError(TrainingError):
+    """Another rank ended or does not answer; this one is not at fault."""
+
+    exit_code = 1

@@ -104,7 +104,7 @@ def agree(found: Callable[[], torch.Tensor], wanted: Callable[[], torch.Tensor],
         results = []
         for compute in (found, wanted):
             result = compute()
-            results.append([result, *torch.autograd.grad(result.float().square().sum(), inputs)])
+            results.append([result.detach(), *torch.autograd.grad(result.float().square().sum(), inputs)])
         return all(torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05 * float(y.abs().max()))
                    for x, y in zip(*results))
     except Exception:  # noqa: BLE001 (whatever another package raises, it is not used)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_sp.errors import TrainingError
+from megatron_sp.errors import PeerLostError
 
 #: Bytes of one slot at most; each peer has two.
 SLOT = 1 << 20
@@ -79,7 +79,7 @@ class SharedMemoryLink:
             add: add to what is there instead of overwriting it.
 
         Raises:
-            TrainingError: a rank ended or did not answer within the time-out.
+            PeerLostError: a rank ended or did not answer within the time-out.
         """
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         outgoing = {peer: _messages(send[peer], self.slot) for peer in peers}
@@ -155,7 +155,7 @@ class SharedMemoryLink:
         try:
             words = self._sockets[peer].recv(64)
         except BlockingIOError:
-            raise TrainingError(f"rank {self.global_ranks[self.rank]} waited {self.timeout} for rank "
+            raise PeerLostError(f"rank {self.global_ranks[self.rank]} waited {self.timeout} for rank "
                                 f"{self.global_ranks[peer]} (--distributed-timeout-minutes)") from None
         except OSError:
             raise self._is_gone(peer) from None
@@ -164,8 +164,8 @@ class SharedMemoryLink:
         self._full[peer] += words.count(FULL)
         self._free[peer] += words.count(FREE)
 
-    def _is_gone(self, peer: int) -> TrainingError:
-        return TrainingError(f"rank {self.global_ranks[peer]} ended while rank {self.global_ranks[self.rank]} "
+    def _is_gone(self, peer: int) -> PeerLostError:
+        return PeerLostError(f"rank {self.global_ranks[peer]} ended while rank {self.global_ranks[self.rank]} "
                              "waited for its data")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_sp.errors import TrainingError
+from megatron_sp.errors import PeerLostError
 from megatron_sp.model.attention_core import SDPACore
 from megatron_sp.parallel import shared_memory
 from megatron_sp.parallel.heads import HeadSplit
@@ -96,8 +96,9 @@ def told(action: str) -> str:
             link.close()
         time.sleep(3)
         return ""
-    with pytest.raises(TrainingError) as error:
+    with pytest.raises(PeerLostError) as error:
         link.all_reduce([torch.ones(3)])
+    assert error.value.exit_code == 1
     return str(error.value)
 
 
@@ -113,7 +114,7 @@ def mismatched() -> str:
     count = 4 if dist.get_rank() else 8
     try:
         link.all_reduce([torch.ones(count)])
-    except (AssertionError, TrainingError) as error:
+    except (AssertionError, PeerLostError) as error:
         return str(error)
     return ""
 

@@ -28,7 +28,8 @@ STEPS = 3
 #: Layouts per set of processes.
 PACK = {1: 4, 2: 5, 4: 5, 8: 3}
 OPTIMIZERS = {"sgd": dict(optimizer="sgd", sgd_momentum=0.9, weight_decay=0.1, clip_grad=0.5),
-              "adam": dict(optimizer="adam", adam_eps=1e-5, weight_decay=0.1, clip_grad=0.5)}
+              # epsilon: with 1e-5 rounding of gradients near 0 becomes steps 1.7e-5 apart, where fp64 agrees to 1e-14
+              "adam": dict(optimizer="adam", adam_eps=1e-4, weight_decay=0.1, clip_grad=0.5)}
 LEARNING_RATE = {"sgd": 0.1, "adam": 3e-3}
 
 Expected = tuple[Step, dict[str, list[Step]]]

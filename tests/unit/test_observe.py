@@ -220,7 +220,8 @@ def test_tensorboard_gets_throughput_and_times_when_asked(tmp_path: Path, flags:
         pass
     recorder.step(STEP, 8)
     assert {name for name in points if " vs " not in name} == {
-        "lm loss", "learning-rate", "grad-norm", "batch-size", "iteration-time", "loss-scale", *more}
+        "lm loss", "learning-rate", "grad-norm", "batch-size", "iteration-time", "loss-scale", "skipped", "nan",
+        "consumed-tokens", *more}
     if "throughput" in more:
         assert points["tokens-per-s"] == 512 / 0.0123
         assert points["throughput"] == recorder.speed(8, 0.0123)["tflops_per_device"] > 0
