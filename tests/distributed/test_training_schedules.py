@@ -141,3 +141,16 @@ def test_what_the_start_says_of_data_parallelism() -> None:
         "data parallel 2 = 8 / (tensor 2 x ulysses 2), ZeRO stage 0; global batch 4 = micro-batch 1 x data parallel 2 "
         "x 2 microbatches")
     assert layout_in_words(tiny_run(STYLES["gpt2"].split(), 1)).startswith("data parallel 1, ZeRO stage 0")
+
+
+@pytest.mark.parametrize("flags, rate", [
+    ("--lr-decay-style cosine", lambda s: 1e-4 + 4.5e-4 * (math.cos(math.pi * (s - 4) / 12) + 1)),
+    ("--lr-decay-style inverse-square-root", lambda s: 1e-3 * math.sqrt(4 / s)),
+    ("--lr-decay-style constant", lambda s: 1e-3),
+    ("--lr-decay-style linear --lr-decay-tokens 384", lambda s: max(1e-4, 1e-4 + 9e-4 * (12 - s) / 8)),
+    ("--lr-decay-style linear --train-tokens 448", lambda s: 1e-4 + 9e-4 * (16 - s) / 12)])
+def test_decay_over_a_resume(tmp_path: Path, flags: str, rate: Callable[[float], float]) -> None:
+    """2 samples of 32 tokens a step: a warm-up of 128 tokens is 4 samples, 8 iterations are 16, 448 tokens are 14."""
+    rows = straight_and_halves(tmp_path, f"{flags} --min-lr 1e-4 --lr-warmup-tokens 128 --global-batch-size 2", stop=5)
+    samples = range(6, 14 if "--train-tokens" in flags else 16, 2)
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0, 5e-4, 1e-3, *map(rate, samples)])
