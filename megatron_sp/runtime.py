@@ -134,12 +134,13 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
     except BrokenPipeError:
         # a reader such as `head` has seen enough; other ranks wait for this one, so let the launcher end them
         code = 0 if os.environ.get("WORLD_SIZE", "1") == "1" else 128 + signal.SIGPIPE
-    except RuntimeError as error:
+    except Exception as error:
         sign = _lost_peer(error)
-        if not sign or os.environ.get("WORLD_SIZE", "1") == "1":
-            raise
-        print(f"rank {os.environ.get('RANK')} stopped because another rank ended ({sign}); its message is above or in "
-              "its log", file=sys.stderr, flush=True)
+        if sign and os.environ.get("WORLD_SIZE", "1") != "1":
+            print(f"rank {os.environ.get('RANK')} stopped because another rank ended ({sign}); its message is above "
+                  "or in its log", file=sys.stderr, flush=True)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)  # here, since what follows leaves at once
         code = 1
     if "torch" in sys.modules:
         # Threads of process groups outlive them, and one that meets the interpreter while it shuts down
