@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,10 +12,12 @@ from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.proof.reference import random_weights
 from megatron_sp.proof.steps import load_full
+from megatron_sp.train.metrics_file import read_metrics
 from megatron_sp.train.optimizer import build_optimizer
 from megatron_sp.train.optimizer_states import optimizer_statistics
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks
+from tests.helpers.training import train
 
 LAYOUTS = [(2, "--ulysses-size 2 --zero-stage 3"), (2, "--tensor-model-parallel-size 2"),
            (2, "--pipeline-model-parallel-size 2"), (2, "--ulysses-size 2")]
@@ -51,3 +55,11 @@ def test_the_numbers_by_hand_and_in_every_layout() -> None:
 def test_an_optimizer_without_moments_shows_the_weights_alone() -> None:
     (found,) = run_ranks(statistics, 1, f"{STYLES['gpt2']} --optimizer sgd")
     assert sorted(found) == ["optimizer/weight_abs_max", "optimizer/weight_l1", "optimizer/weight_l2"]
+
+
+def test_a_run_logs_them_when_due(tmp_path: Path) -> None:
+    flags = (f"{STYLES['gpt2']} --log-optimizer-states-to-tensorboard --tensorboard-log-interval 2 --train-iters 4 "
+             f"--save-interval 10 --save {tmp_path}")
+    assert run_ranks(train, 1, flags) == [""]
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "lm_loss" in row]
+    assert [row["iteration"] for row in rows if row.get("optimizer/variance_l2", 0) > 0] == [2, 4]

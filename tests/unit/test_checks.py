@@ -180,6 +180,15 @@ def test_stages_need_a_pipeline():
     assert "needs --pipeline-model-parallel-size 2" in one("--num-virtual-stages-per-pipeline-rank 2")
 
 
+@pytest.mark.parametrize("extra, part", [
+    ("--ulysses-overlap-groups 2", "needs --ulysses-size 2 or more"),
+    ("--ulysses-overlap-groups 5 --ulysses-size 2", "a tensor-parallel rank has 8 heads; use 4 or less"),
+    ("--ulysses-overlap-groups 2 --ulysses-size 2 --attention-head-groups 2", "--attention-head-groups exclude"),
+    ("--ulysses-overlap-groups 2 --ulysses-size 2 --compile", "--compile exclude each other")])
+def test_overlap(extra, part):
+    assert part in one(f"{extra} --attention-dropout 0 --hidden-dropout 0", world=2)
+
+
 def test_ring():
     assert "--attention-dropout 0" in one("--context-parallel-size 2 --attention-dropout 0.1", world=2)
     assert "130 does not divide into 4 parts" in one("--ring-size 2 --attention-dropout 0 --seq-length 130", world=2)

@@ -27,11 +27,13 @@ def test_contradictions_are_named(variables: dict[str, str]) -> None:
         launch_environment(variables)
 
 
-def test_a_users_mistake_exits_2_without_a_traceback() -> None:
-    code = ("from megatron_sp.runtime import run_program\nfrom megatron_sp.errors import DataError\n"
-            "def main(argv):\n    raise DataError('file x is missing')\nrun_program(main)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.strip() == "DataError: file x is missing"
+@pytest.mark.parametrize("error, code, said", [
+    ("DataError('file x is missing')", 2, "DataError: file x is missing"), ("KeyboardInterrupt", 130, "interrupted")])
+def test_mistakes_and_interrupts_leave_no_traceback(error: str, code: int, said: str) -> None:
+    program = ("from megatron_sp.runtime import run_program\nfrom megatron_sp.errors import DataError\n"
+               f"def main(argv):\n    raise {error}\nrun_program(main)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == code and done.stderr.strip() == said
 
 
 def test_importing_the_runtime_does_not_import_torch() -> None:
@@ -88,13 +90,6 @@ def test_a_rank_that_lost_its_peer_does_not_bury_the_peers_message(tmp_path: Pat
         assert left[1].startswith("rank 0 stopped because another rank ended (")
     left, _ = run_both("bug")
     assert left[0] == 1 and "Traceback" in left[1] and "a bug" in left[1]
-
-
-def test_an_interrupt_leaves_no_traceback() -> None:
-    code = ("from megatron_sp.runtime import run_program\n"
-            "def main(argv):\n    raise KeyboardInterrupt\nrun_program(main)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 130 and done.stderr.strip() == "interrupted"
 
 
 def test_a_closed_pipe_is_a_failure_only_where_other_ranks_wait() -> None:
