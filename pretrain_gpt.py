@@ -7,8 +7,8 @@ import time
 
 from megatron_sp.config.load import load_run
 from megatron_sp.runtime import launch_environment, run_program
+from megatron_sp.train.report.trackers import check_trackers
 from megatron_sp.train.signals import StopSignals
-from megatron_sp.train.trackers import check_trackers
 
 
 def main(argv: list[str]) -> int:

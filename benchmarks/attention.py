@@ -54,9 +54,9 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[An
     import torch
     import torch.distributed as dist
 
-    from megatron_sp.parallel.heads import HeadSplit
-    from megatron_sp.parallel.shared_memory import open_link
+    from megatron_sp.layout.heads import HeadSplit
     from megatron_sp.parallel.ulysses import UlyssesExchange
+    from megatron_sp.transport.shared_memory import open_link
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)

@@ -94,11 +94,11 @@ class Bench:
 
         from megatron_sp.data.batch import Microbatch
         from megatron_sp.model.build import build_model
-        from megatron_sp.model.flops import sequence_flops
         from megatron_sp.parallel.mesh import ParallelMesh
-        from megatron_sp.train.device_peak import peak_tflops
+        from megatron_sp.plan.flops import sequence_flops
         from megatron_sp.train.forward_backward import build_engine
         from megatron_sp.train.optimizer import build_optimizer, clip_grad_norm
+        from megatron_sp.train.report.peak_flops import peak_tflops
 
         mesh = ParallelMesh.build(run.parallel, self.device)
         model = build_model(run, mesh)

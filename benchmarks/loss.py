@@ -25,8 +25,8 @@ def steps(tokens: int, hidden: int, vocab: int, device_name: str) -> dict[str, C
     import torch
     import torch.nn.functional as F
 
-    from megatron_sp.model.linear_loss import linear_loss_sum
-    from megatron_sp.model.loss import vocab_parallel_loss_sum
+    from megatron_sp.model.loss import linear_loss_sum
+    from megatron_sp.model.unfused_loss import vocab_parallel_loss_sum
     from megatron_sp.parallel.tensor import TensorRegion
 
     device = torch.device(device_name)

@@ -72,8 +72,8 @@ def child(flags: str, length: int) -> dict[str, float]:
     import torch
 
     from megatron_sp.data.batch import Microbatch
+    from megatron_sp.layout.tokens import SequenceLayout
     from megatron_sp.model.build import build_model
-    from megatron_sp.parallel.layout import SequenceLayout
     from megatron_sp.parallel.mesh import ParallelMesh
     from megatron_sp.runtime import launch_environment, start, stop
     from megatron_sp.train.forward_backward import build_engine

@@ -75,8 +75,8 @@ def our_step(length: int, rank: int, world: int, zero_stage: int, store: str) ->
     from megatron_sp.config.load import load_run
     from megatron_sp.config.resolve import with_vocab
     from megatron_sp.data.batch import Microbatch
+    from megatron_sp.layout.tokens import SequenceLayout
     from megatron_sp.model.build import build_model
-    from megatron_sp.parallel.layout import SequenceLayout
     from megatron_sp.parallel.mesh import ParallelMesh
     from megatron_sp.train.forward_backward import build_engine
     from megatron_sp.train.optimizer import build_optimizer, clip_grad_norm

@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.parallel.layout import SequenceLayout  # noqa: E402
+from megatron_sp.layout.tokens import SequenceLayout  # noqa: E402
 
 COLOURS = ("#7aa6d6", "#e6a267", "#8cc084", "#c59fd6")
 GREY = "#dddddd"

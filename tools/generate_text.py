@@ -44,7 +44,7 @@ class Texts:
 
     def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], tokens: Sequence[Sequence[int]],
                  stop_words: Sequence[str], *, is_first: bool, shown: bool):
-        from megatron_sp.model.generate import StopWords, TextStream
+        from megatron_sp.inference.generate import StopWords, TextStream
 
         self.streams = [TextStream(tokenizer.decode, ids) for ids in tokens]
         self.stops = [StopWords(stop_words) for _ in tokens]
@@ -82,7 +82,7 @@ class Texts:
 def print_continuations(model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], tokens: Sequence[Sequence[int]],
                         vocab_size: int, arguments: argparse.Namespace, *, is_first: bool, shown: bool) -> None:
     """Print the prompts of a batch and their continuations."""
-    from megatron_sp.model.generate import Sampling, generate_batch
+    from megatron_sp.inference.generate import Sampling, generate_batch
 
     sampling = Sampling(0.0 if arguments.greedy else arguments.temperature, arguments.top_k, arguments.top_p)
     texts = Texts(tokenizer, prompts, tokens, arguments.stop, is_first=is_first, shown=shown)
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"--seed {arguments.seed} must be at least 0 and below 2^63")
     environment = runtime.launch_environment()
 
-    from megatron_sp.model.generate import Sampling
+    from megatron_sp.inference.generate import Sampling
     from megatron_sp.train.restore import for_device, load_model, read_config
     from megatron_sp.train.setup import choose_tokenizer
 

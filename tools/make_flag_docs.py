@@ -12,10 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_sp.config import tables  # noqa: E402
-from megatron_sp.config.flags import default_in_words  # noqa: E402
-from megatron_sp.config.foreign import foreign_flags  # noqa: E402
-from megatron_sp.config.options import Option, schema_options, sections  # noqa: E402
+from megatron_sp.config.cli import tables  # noqa: E402
+from megatron_sp.config.cli.flags import default_in_words  # noqa: E402
+from megatron_sp.config.cli.foreign import foreign_flags  # noqa: E402
+from megatron_sp.config.cli.options import Option, schema_options, sections  # noqa: E402
 
 INTRO = """# Flags
 

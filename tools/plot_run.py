@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.errors import ConfigError, DataError  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
-from megatron_sp.train.metrics_file import NAME, read_metrics  # noqa: E402
+from megatron_sp.train.report.metrics_file import NAME, read_metrics  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

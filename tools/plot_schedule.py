@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_sp.config.checks_pipeline import takes_microbatches  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
+from megatron_sp.layout.schedules import SCHEDULES, takes_microbatches  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 #: Kind -> duration in units of a rank's whole forward, for one stage per rank; colour.
@@ -160,7 +160,7 @@ def main(argv: list[str]) -> None:
     flags = build_parser().parse_args(argv)
     if flags.pp < 1:
         raise ConfigError(f"--pp {flags.pp} must be at least 1")
-    per_rank = flags.stages_per_rank or (2 if flags.schedule in ("interleaved", "zbv", "dualpipev") else 1)
+    per_rank = flags.stages_per_rank or SCHEDULES[flags.schedule].default_stages_per_rank
     if per_rank not in STAGES[flags.schedule]:
         raise ConfigError(f"--stages-per-rank {per_rank}: --schedule {flags.schedule} takes "
                           f"{' or '.join(map(str, STAGES[flags.schedule][:3]))}")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # many processes share few cores
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from megatron_sp.config.flags import parse  # noqa: E402
+from megatron_sp.config.cli.flags import parse  # noqa: E402
 from megatron_sp.config.load import load_run  # noqa: E402
 from megatron_sp.config.resolve import resolve  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_sp.config.options import flag_names
+from megatron_sp.config.cli.options import flag_names
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import CheckpointError
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_sp.config.checks import advice, check_problems, file_problems
-from megatron_sp.config.flags import Parsed, parse
+from megatron_sp.config.cli.flags import Parsed, parse
 from megatron_sp.config.resolve import resolve
+from megatron_sp.config.rules.checks import advice, check_problems, file_problems
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError
 

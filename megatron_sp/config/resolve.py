@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_sp.config.batch_schedule import last_batch_size
 from megatron_sp.config.schema import Data, Model, Optimizer, Parallel, Run, Schedule, Train
-from megatron_sp.config.sequence_split import with_split
 from megatron_sp.errors import ConfigError
+from megatron_sp.layout.batch_schedule import last_batch_size
+from megatron_sp.layout.schedules import SCHEDULES
+from megatron_sp.layout.sequence_split import with_split
 
 
 def resolve(run: Run, world_size: int) -> Run:
@@ -77,7 +78,7 @@ def _pipeline(parallel: Parallel, num_layers: int) -> Parallel:
     per_rank, schedule = parallel.stages_per_rank, parallel.pipeline_schedule
     if not per_rank and parallel.layers_per_virtual_stage > 0 and parallel.pp > 0:
         per_rank = num_layers // (parallel.pp * parallel.layers_per_virtual_stage)
-    per_rank = per_rank or (2 if schedule in ("interleaved", "zbv", "dualpipev") else 1)
+    per_rank = per_rank or (SCHEDULES[schedule].default_stages_per_rank if schedule else 1)
     return replace(parallel, stages_per_rank=per_rank,
                    pipeline_schedule=schedule or ("interleaved" if per_rank > 1 else "1f1b"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_sp.config.options import sections
+from megatron_sp.config.cli.options import sections
 from megatron_sp.config.schema import Run
 
 

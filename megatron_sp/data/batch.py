@@ -12,7 +12,7 @@ import torch
 from megatron_sp.data.gpt_dataset import Dataset
 from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.errors import DataError
-from megatron_sp.parallel.layout import SequenceLayout
+from megatron_sp.layout.tokens import SequenceLayout
 
 IGNORED = -100  # label without loss
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_sp.config.values import parse_words
+from megatron_sp.config.cli.values import parse_words
 from megatron_sp.data.gpt_dataset import Dataset, check_window
 from megatron_sp.data.index_cache import Arrays, IndexCache
 from megatron_sp.errors import DataError

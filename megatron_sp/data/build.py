@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_sp.config.named_sets import named_sets
+from megatron_sp.config.cli.named_sets import named_sets
 from megatron_sp.config.schema import Data
 from megatron_sp.data.blend import SURPLUS, Blend, BlendedDataset, cached_order, member_sizes, parse_data_path
 from megatron_sp.data.gpt_dataset import Dataset, GPTDataset, check_window

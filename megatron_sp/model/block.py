@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from megatron_sp.activations.recompute import Replay, recompute
 from megatron_sp.config.schema import Model
-from megatron_sp.model.attention import Attention, AttentionPlan
-from megatron_sp.model.cache import KeyValueCache
+from megatron_sp.model.attention.key_value_cache import KeyValueCache
+from megatron_sp.model.attention.module import Attention, AttentionPlan
 from megatron_sp.model.mlp import MLP
 from megatron_sp.model.norm import Norm
 from megatron_sp.model.rotary import Rotation
 from megatron_sp.parallel.random import Dropout
-from megatron_sp.parallel.recompute import Replay, recompute
 from megatron_sp.parallel.tensor import TensorRegion
 
 

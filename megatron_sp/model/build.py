@@ -7,20 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron_sp.activations.offload import ActivationOffload
 from megatron_sp.config.schema import Run
-from megatron_sp.config.stages import stage_layers
-from megatron_sp.model.attention import AttentionPlan
-from megatron_sp.model.attention_core import AttentionCore, SDPACore, build_core
-from megatron_sp.model.attention_kernels import block_kernel
+from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.layout.schedules import stages_of_rank
+from megatron_sp.layout.stages import stage_layers
+from megatron_sp.model.attention.block_kernels import block_kernel
+from megatron_sp.model.attention.cores import AttentionCore, SDPACore, build_core
+from megatron_sp.model.attention.module import AttentionPlan
 from megatron_sp.model.block import Block
 from megatron_sp.model.gpt import GPT, Embedding
 from megatron_sp.model.init import initialise
-from megatron_sp.model.kernels import NormKernels, norm_kernels
 from megatron_sp.model.norm import Norm
-from megatron_sp.parallel.heads import HeadSplit
+from megatron_sp.model.other_kernels import NormKernels, norm_kernels
 from megatron_sp.parallel.mesh import ParallelMesh
-from megatron_sp.parallel.offload import ActivationOffload
-from megatron_sp.parallel.pipeline import Stages, TiedWeights, stages_of_rank
+from megatron_sp.parallel.pipeline import Stages, TiedWeights
 from megatron_sp.parallel.sequence import first_query_head, parallel_attention
 from megatron_sp.parallel.tensor import TensorRegion, VocabParallelOutput
 from megatron_sp.parallel.zero import ZeroSharding

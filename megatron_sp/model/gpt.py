@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from megatron_sp.activations.offload import ActivationOffload
+from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
+from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.block import Block
-from megatron_sp.model.cache import KeyValueCache
-from megatron_sp.model.linear_loss import linear_loss_sum
+from megatron_sp.model.loss import linear_loss_sum
 from megatron_sp.model.norm import Norm
 from megatron_sp.model.rotary import Rotation, rotation
-from megatron_sp.parallel.offload import ActivationOffload
 from megatron_sp.parallel.random import Dropout
-from megatron_sp.parallel.recompute import recompute
 from megatron_sp.parallel.tensor import TensorRegion, VocabParallelEmbedding, VocabParallelOutput, local_weight
 
 

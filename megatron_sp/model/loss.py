@@ -1,93 +1,122 @@
-"""Cross-entropy over a vocabulary that is split over tp, by log-sum-exp.
+"""Output layer and loss in one, tile by tile: logits never exist beyond a tile.
 
-The result is the *sum* over valid tokens; the caller divides once by the number of valid tokens
-of the whole global batch. Nothing here averages, so sequence shards, data-parallel ranks,
-accumulation and masks cannot change a gradient. A shard without valid tokens gives 0.
-
-Probabilities are never stored: forward keeps the logits (which exist anyway) and one log-sum-exp
-per token, backward forms ``probabilities - one-hot`` where the gradient is written. Both go through
-the tokens in pieces, so that on a CPU a piece stays in the cache from its first use to its last, and
-no fp32 copy of half-precision logits is larger than a piece.
-
-Training takes ``linear_loss``, which never forms whole logits; this form is what benchmarks and tests compare
-it with.
+The gradients are formed in forward, unscaled, while a tile's logits are there; backward multiplies
+*both* by whatever the loss was scaled with. So no product is computed twice, any scaling is right,
+and a tile stays in the cache of a CPU from its first use to its last. Costs the memory of one
+gradient of the weight during the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from megatron_sp.model.unfused_loss import IGNORED
 from megatron_sp.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_sp.parallel.tensor import TensorRegion
 
-IGNORED = -100
-#: Elements in one piece: a part of a core's cache; on a GPU large enough to keep it busy.
-CPU_PIECE, GPU_PIECE = 1 << 19, 1 << 28
+#: Logits of an automatic tile: a part of a core's cache; on a GPU large enough to keep it busy.
+CPU_TILE, GPU_TILE = 1 << 21, 1 << 27
 
 
-def _pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Runs of rows of tensors with equal first dimensions."""
-    size = CPU_PIECE if logits.device.type == "cpu" else GPU_PIECE
-    rows = max(1, size // max(1, logits.shape[-1]))
-    return zip(*(x.split(rows) for x in (logits, *others)))
-
-
-class _VocabParallelLossSum(torch.autograd.Function):
-    """Sum of ``log-sum-exp - logit of the label``; backward is (probabilities - one-hot) of the valid tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
-                vocab_size: int) -> torch.Tensor:
-        columns = logits.shape[-1]
-        first = region.rank * columns
-        real = min(max(vocab_size - first, 0), columns)  # the rest of the columns is padding
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        flat, labels = logits.reshape(-1, columns), labels.reshape(-1)
-        valid = labels != IGNORED
-        local = (labels - first).clamp(0, columns - 1)
-        mine = valid & (labels >= first) & (labels < first + real)
-        label_logit = torch.where(mine, flat.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide), 0.0)
-        lse = flat.new_full(labels.shape, -torch.inf, dtype=wide)
-        if real:
-            for piece, out in _pieces(flat, lse):
-                torch.logsumexp(piece[:, :real].to(wide), -1, out=out)
-        if region.size > 1:
-            top = all_reduce_max(lse, region.group)
-            total, label_logit = all_reduce_sum(torch.stack(((lse - top).exp(), label_logit)), region.group)
-            lse = top + total.log()
-        ctx.save_for_backward(flat, lse, local, mine, valid)
-        ctx.real, ctx.shape = real, logits.shape
-        return torch.where(valid, lse - label_logit, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        flat, lse, local, mine, valid = ctx.saved_tensors
-        d_logits = torch.empty_like(flat)
-        d_logits[:, ctx.real:] = 0.0
-        weight = (valid * grad).to(lse.dtype)
-        one_hot = (mine * weight).neg()
-        for piece, out, shift, factor, column, minus in _pieces(flat, d_logits, lse, weight, local, one_hot):
-            piece, out = piece[:, :ctx.real], out[:, :ctx.real]
-            p = out if out.dtype == shift.dtype else torch.empty_like(piece, dtype=shift.dtype)
-            torch.sub(piece, shift.unsqueeze(-1), out=p).exp_().mul_(factor.unsqueeze(-1))
-            if ctx.real:
-                p.scatter_add_(-1, column.clamp(max=ctx.real - 1).unsqueeze(-1), minus.unsqueeze(-1))
-            if p is not out:
-                out.copy_(p)
-        return d_logits.view(ctx.shape), None, None, None
-
-
-def vocab_parallel_loss_sum(logits: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
-                            vocab_size: int) -> torch.Tensor:
-    """Sum of the negative log-likelihoods of the valid labels.
+def loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, region: TensorRegion, vocab_size: int,
+                      z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of losses and its gradient with respect to the logits, in the logits' memory where it can be.
 
     Args:
-        logits: [b, t, v/tp]; columns at or beyond ``vocab_size`` are padding and get no probability
+        logits: [t, v/tp]; columns at or beyond ``vocab_size`` are padding and get no probability
+        labels: int64 [t], -100 where there is nothing to predict
+        z_loss: weight of the squared log-sum-exp that is added per valid token
+    Returns:
+        a scalar and [t, v/tp], both at least fp32
+    """
+    columns = logits.shape[-1]
+    first = region.rank * columns
+    real = min(max(vocab_size - first, 0), columns)  # the rest of the columns is padding
+    valid = labels != IGNORED
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    top = wide[:, :real].amax(-1) if real else wide.new_full(labels.shape, -torch.inf)
+    if region.size > 1:
+        top = all_reduce_max(top, region.group)
+    gradient = wide.sub_(top.unsqueeze(-1))
+    if real < columns:
+        gradient[:, real:] = -torch.inf
+    local = (labels - first).clamp(0, columns - 1).unsqueeze(-1)
+    mine = valid & (labels >= first) & (labels < first + real)
+    label_logit = torch.where(mine, gradient.gather(-1, local).squeeze(-1), 0.0)
+    total = gradient.exp_().sum(-1)
+    if region.size > 1:
+        total, label_logit = all_reduce_sum(torch.stack((total, label_logit)), region.group)
+    lse = total.log()
+    loss, scale = lse - label_logit, total.reciprocal()
+    if z_loss:
+        whole = lse + top
+        loss = loss + z_loss * whole.square()
+        scale = scale * (1 + 2 * z_loss * whole)
+    gradient.mul_((scale * valid).unsqueeze(-1))
+    gradient.scatter_add_(-1, local, mine.to(gradient.dtype).neg().unsqueeze(-1))
+    return torch.where(valid, loss, 0.0).sum(), gradient
+
+
+class _LinearLossSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
+                vocab_size: int, tile: int, z_loss: float) -> torch.Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        tokens, targets = x.flatten(0, -2), labels.flatten()
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        kept = wide if x.dtype == torch.float16 else x.dtype  # fp16 would lose small unscaled gradients
+        dx = torch.empty_like(tokens, dtype=kept) if needs_x else None
+        dw = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        for first in range(0, len(tokens), tile):
+            rows = slice(first, min(first + tile, len(tokens)))
+            x_tile = tokens[rows]
+            part, gradient = loss_and_gradient(x_tile @ weight.t(), targets[rows], region, vocab_size, z_loss)
+            loss += part
+            gradient = gradient.to(x.dtype)
+            if dx is not None:
+                dx[rows] = gradient @ weight
+            if dw is not None and dw.dtype == x.dtype:
+                dw.addmm_(gradient.t(), x_tile)
+            elif dw is not None:
+                dw += gradient.t() @ x_tile
+            del gradient  # before the next tile's logits exist
+        ctx.save_for_backward(dx, dw)  # and no attributes, which would live until the loss does
+        ctx.shape, ctx.dtypes, ctx.scaled_by = x.shape, (x.dtype, weight.dtype), None
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        dx, dw = (None if y is None else y.data for y in ctx.saved_tensors)  # data: backward writes into them
+        x_dtype, weight_dtype = ctx.dtypes
+        # In place: a copy would be as large as the embedding. Schedules that split backward in two come here twice
+        # with the same gradient, once for each of the results; the second time there is nothing left to scale.
+        factor = grad if ctx.scaled_by is None else grad / ctx.scaled_by
+        ctx.scaled_by = grad
+        dx = None if dx is None else dx.mul_(factor).to(x_dtype).view(ctx.shape)
+        dw = None if dw is None else dw.mul_(factor).to(weight_dtype)
+        return dx, dw, None, None, None, None, None
+
+
+def automatic_tile(columns: int, device: torch.device) -> int:
+    """Tokens per tile for this many columns of logits."""
+    return max(128, (CPU_TILE if device.type == "cpu" else GPU_TILE) // columns)
+
+
+def linear_loss_sum(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
+                    vocab_size: int, *, tile: int = 0, z_loss: float = 0.0) -> torch.Tensor:
+    """``vocab_parallel_loss_sum(x @ weight.T, labels)`` without the logits.
+
+    Args:
+        x: [b, t, h], equal on all tp ranks; the gradient is this rank's part of a sum over tp
+        weight: [v/tp, h]
         labels: int64 [b, t], -100 where there is nothing to predict; equal on all tp ranks
+        tile: tokens whose logits exist at once; 0: ``automatic_tile``
+        z_loss: weight of the squared log-sum-exp that is added per valid token
     Returns:
         a scalar in at least fp32, equal on all tp ranks
     """
-    return _VocabParallelLossSum.apply(logits, labels, region, vocab_size)
+    tile = tile or automatic_tile(len(weight), x.device)
+    return _LinearLossSum.apply(x, weight, labels, region, vocab_size, tile, z_loss)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_sp.activations.tiling import tiled
 from megatron_sp.config.schema import Model
 from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion, local_weight
-from megatron_sp.parallel.tiling import tiled
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from megatron_sp.config.schema import Model
-from megatron_sp.model.kernels import NormKernels
+from megatron_sp.model.other_kernels import NormKernels
 from megatron_sp.parallel.tensor import TensorRegion, local_weight
 
 #: Rows normalised at a time on a CPU, so that they stay in its cache from first to last use.

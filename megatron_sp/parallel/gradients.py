@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_sp.config.sharding import GRADIENT_BUCKET
+from megatron_sp.layout.sharding import GRADIENT_BUCKET
 from megatron_sp.parallel.mesh import ParallelMesh
 
 

@@ -20,28 +20,18 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 from torch.distributed.tensor import DTensor
 
+from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
 from megatron_sp.parallel.mesh import ParallelMesh
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble",
-               "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
-# Stages laid out as a V: rank r holds stages r and last - r.
-V_SHAPED = ("zbv", "dualpipev")
 # torch's names of the actions that a forward pass needs.
 FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
-def stages_of_rank(schedule: str, pp: int, stages_per_rank: int, rank: int) -> list[int]:
-    """Numbers of the stages a pipeline rank holds, in order."""
-    if schedule in V_SHAPED:
-        return [rank, 2 * pp - 1 - rank]
-    return [rank + pp * turn for turn in range(stages_per_rank)]
-
-
 def schedule_class(schedule: str, num_microbatches: int, num_stages: int) -> Any:
     """torch's class for a schedule; with too few microbatches 1F1B never leaves its warm-up and is GPipe."""
-    name = TORCH_NAMES[schedule]
+    name = SCHEDULES[schedule].torch_name
     return get_schedule_class("GPipe" if name == "1F1B" and num_microbatches < num_stages else name)
 
 

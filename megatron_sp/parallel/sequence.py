@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_sp.parallel.heads import HeadSplit
+from megatron_sp.layout.heads import HeadSplit
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.ring import BlockKernel, Ring, RingAttention, Triple
 from megatron_sp.parallel.ulysses import Core, UlyssesAttention, UlyssesExchange

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_sp.layout.heads import HeadSplit
 from megatron_sp.parallel.collectives import all_to_all, start_all_to_all
-from megatron_sp.parallel.heads import HeadSplit
-from megatron_sp.parallel.shared_memory import SharedMemoryLink
+from megatron_sp.transport.shared_memory import SharedMemoryLink
 
 Core = Callable[..., torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

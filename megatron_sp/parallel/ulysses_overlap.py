@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_sp.parallel.heads import HeadSplit
+from megatron_sp.layout.heads import HeadSplit
 from megatron_sp.parallel.ulysses import Core, UlyssesExchange
 
 

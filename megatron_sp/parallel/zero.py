@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megatron_sp.config.schema import Run
-from megatron_sp.config.sharding import uses_fsdp
+from megatron_sp.layout.sharding import uses_fsdp
 from megatron_sp.parallel.mesh import ParallelMesh
 
 

@@ -4,7 +4,7 @@ The step is followed through the moments at which memory can be largest: the los
 each layer (recomputed first, where it is), the last gradients. At each of them every tensor that the
 code then holds is counted; the largest moment of the fullest pipeline rank is the answer.
 FSDP2's real behaviour is counted (fp32 shards, gathered copies, fp32 reduction buffers), checked
-against allocation traces of the real model (tests/unit/test_memory_model.py).
+against allocation traces of the real model (tests/unit/plan/test_memory_model.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Run
-from megatron_sp.config.sharding import GRADIENT_BUCKET, uses_fsdp
-from megatron_sp.config.stages import stage_layers
-from megatron_sp.plan.activations import LayerMemory, layer_memory
+from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
+from megatron_sp.layout.sharding import GRADIENT_BUCKET, uses_fsdp
+from megatron_sp.layout.stages import stage_layers
+from megatron_sp.plan.layer_activations import LayerMemory, layer_memory
 from megatron_sp.plan.sizes import FP32, Sizes, Weights
 
 #: What a process holds before it makes a tensor: interpreter and libraries; on a GPU the context and its libraries.
@@ -66,7 +67,7 @@ class _Rank:
         self.sizes, self.weights = Sizes.of(run), Weights.of(run)
         self.layer = layer_memory(run, device=device)
         stages = stage_layers(run.model, run.parallel)
-        numbers = stages_of(run, rank)
+        numbers = stages_of_rank(run.parallel.pipeline_schedule, run.parallel.pp, run.parallel.stages_per_rank, rank)
         self.num_stages = len(numbers)
         self.num_layers = sum(len(stages[number]) for number in numbers)
         self.largest_stage = max(len(stages[number]) for number in numbers)
@@ -229,7 +230,7 @@ class _Rank:
             return 1
         if parallel.pipeline_schedule == "1f1b":
             return min(number, pp - self.rank) if number >= pp else number
-        if parallel.pipeline_schedule in ("zbv", "dualpipev"):
+        if SCHEDULES[parallel.pipeline_schedule].is_v_shaped:
             return min(number, pp)
         warm_up = (stages - 1) * pp + 2 * (pp - self.rank - 1) + 1
         return min(number, warm_up / stages)
@@ -291,14 +292,6 @@ class _Rank:
         if self.weights.is_tied and self.is_first:
             return 3 * self.layer.x  # it stays, counted with the gradients
         return 3 * self.layer.x + (self._reduction() if self.is_wrapped else FP32) * weight
-
-
-def stages_of(run: Run, rank: int) -> list[int]:
-    """Numbers of the stages a pipeline rank holds, as ``parallel.pipeline.stages_of_rank``."""
-    parallel = run.parallel
-    if parallel.pipeline_schedule in ("zbv", "dualpipev") and parallel.pp > 1:
-        return [rank, 2 * parallel.pp - 1 - rank]
-    return [rank + parallel.pp * turn for turn in range(max(1, parallel.stages_per_rank))]
 
 
 def gibibytes(size: float) -> str:

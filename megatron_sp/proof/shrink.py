@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_sp.config.checks import check_problems
 from megatron_sp.config.resolve import resolve, with_vocab
+from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.config.schema import Checkpoint, Data, Logging, Precision, Run, Schedule
-from megatron_sp.config.stages import stage_layers
 from megatron_sp.errors import ConfigError
-from megatron_sp.parallel.heads import HeadSplit
+from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.layout.stages import stage_layers
 
 MOST_PROCESSES = 16
 #: Not a multiple of anything, so that the vocabulary has padding rows.

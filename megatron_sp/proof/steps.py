@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
 from megatron_sp.data.sampler import GlobalBatchSampler
+from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.model.build import build_model
-from megatron_sp.parallel.layout import SequenceLayout
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
 from megatron_sp.proof.reference import Batch, Drop, Step, Weights, keep_all, reference_training

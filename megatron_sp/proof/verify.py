@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from megatron_sp.config.checks import check_problems
 from megatron_sp.config.resolve import resolve
+from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.config.schema import Memory, Parallel, Run
 from megatron_sp.model.build import build_model
 from megatron_sp.proof.processes import ProcessesFailedError, run_processes

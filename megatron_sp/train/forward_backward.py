@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_sp.config.schema import Run
-from megatron_sp.config.sharding import uses_fsdp
 from megatron_sp.data.batch import Microbatch
+from megatron_sp.layout.sharding import uses_fsdp
 from megatron_sp.parallel.gradients import sum_gradients
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import PipelineRunner, Stages
 from megatron_sp.parallel.zero import synchronize_gradients
-from megatron_sp.train.timers import Timers
+from megatron_sp.train.report.timers import Timers
 
 
 class Engine:

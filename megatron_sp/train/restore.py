@@ -10,8 +10,8 @@ import torch
 from megatron_sp import runtime
 from megatron_sp.checkpoint import files
 from megatron_sp.checkpoint.store import load_checkpoint
-from megatron_sp.config.checks_size import check_parallel
 from megatron_sp.config.resolve import resolve, with_vocab
+from megatron_sp.config.rules.sizes import check_parallel
 from megatron_sp.config.schema import Memory, Parallel, Precision, Run
 from megatron_sp.config.serialize import from_dict
 from megatron_sp.errors import CheckpointError, ConfigError

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_sp.config.schema import Run
-from megatron_sp.train.batch_size import BatchSize
+from megatron_sp.layout.batch_size import BatchSize
 
 
 class _HasGroups(Protocol):

@@ -15,9 +15,9 @@ from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_sp.errors import CheckpointError, ConfigError
+from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.runtime import Environment, start, stop
-from megatron_sp.train.batch_size import BatchSize
-from megatron_sp.train.observe import Recorder
+from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.schedule import Schedule
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.state import TrainState
@@ -95,7 +95,7 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     from megatron_sp.model.build import build_model, kernels_in_words
     from megatron_sp.parallel.mesh import ParallelMesh
     from megatron_sp.train.forward_backward import build_engine
-    from megatron_sp.train.loss_scale import LossScaler
+    from megatron_sp.train.health.loss_scale import LossScaler
     from megatron_sp.train.optimizer import build_optimizer
     from megatron_sp.train.trainer import Trainer
 
@@ -183,7 +183,7 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
     """Datasets and their readers; evaluation reads the same ``eval-iters`` global batches every time."""
     from megatron_sp.data.batch import BatchReader
     from megatron_sp.data.build import build_datasets
-    from megatron_sp.parallel.layout import SequenceLayout
+    from megatron_sp.layout.tokens import SequenceLayout
     from megatron_sp.train.trainer import Readers
 
     train = run.train

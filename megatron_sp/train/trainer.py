@@ -19,19 +19,19 @@ from torch import nn
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import BatchReader
 from megatron_sp.errors import TrainingError
+from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.progress import progress_bar
-from megatron_sp.train.batch_size import BatchSize
-from megatron_sp.train.diagnose import describe_failure
-from megatron_sp.train.failures import Failures
 from megatron_sp.train.forward_backward import Engine, PipelineEngine
 from megatron_sp.train.garbage import GarbageCollection
-from megatron_sp.train.loss_scale import LossScaler
-from megatron_sp.train.observe import Recorder, StepReport
+from megatron_sp.train.health.diagnose import describe_failure
+from megatron_sp.train.health.failures import Failures
+from megatron_sp.train.health.loss_scale import LossScaler
+from megatron_sp.train.health.replicas import check_replicas
 from megatron_sp.train.optimizer import clip_factor, num_zeros, scale_gradients, settle_gradients, squared_norm
-from megatron_sp.train.optimizer_states import optimizer_statistics
-from megatron_sp.train.profile import StepProfiler
-from megatron_sp.train.replicas import check_replicas
+from megatron_sp.train.report.optimizer_states import optimizer_statistics
+from megatron_sp.train.report.profile import StepProfiler
+from megatron_sp.train.report.recorder import Recorder, StepReport
 from megatron_sp.train.schedule import Schedule
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.state import TrainState

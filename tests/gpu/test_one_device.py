@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron_sp.config.schema import Run
-from megatron_sp.model.attention_core import FlashCore, SDPACore, UnfusedCore, build_core
-from megatron_sp.model.attention_kernels import GPUFlashKernel, PlainKernel, agrees_with_plain
+from megatron_sp.model.attention.block_kernels import GPUFlashKernel, PlainKernel, agrees_with_plain
+from megatron_sp.model.attention.cores import FlashCore, SDPACore, UnfusedCore, build_core
 from megatron_sp.model.build import build_model, kernels_in_words
-from megatron_sp.model.linear_loss import linear_loss_sum
+from megatron_sp.model.loss import linear_loss_sum
 from megatron_sp.model.norm import rms_norm
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import TensorRegion
@@ -86,7 +86,7 @@ def losses(run: Run, device: torch.device, steps: int = 20) -> list[float]:
     """Train a tiny model on one repeated batch, through the trainer's own parts."""
     from megatron_sp.data.batch import Microbatch
     from megatron_sp.train.forward_backward import build_engine
-    from megatron_sp.train.loss_scale import LossScaler
+    from megatron_sp.train.health.loss_scale import LossScaler
     from megatron_sp.train.optimizer import build_optimizer, clip_factor, scale_gradients, squared_norm
 
     mesh = ParallelMesh.build(run.parallel, device)

@@ -23,8 +23,8 @@ from megatron_sp.config.load import load_run
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.runtime import Environment
-from megatron_sp.train.metrics_file import read_metrics
 from megatron_sp.train.optimizer import build_optimizer
+from megatron_sp.train.report.metrics_file import read_metrics
 from megatron_sp.train.setup import pretrain
 from megatron_sp.train.signals import StopSignals
 from tests.helpers.configs import TRAINING, tiny_run

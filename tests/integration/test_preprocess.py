@@ -17,7 +17,7 @@ from megatron_sp.config.schema import Data
 from megatron_sp.data.build import build_datasets
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from tests.integration.programs import ROOT, run_tool
-from tests.unit.test_data_indexed import FIXTURES, SET_A, checksums, digest
+from tests.unit.data.test_indexed import FIXTURES, SET_A, checksums, digest
 
 ODD = FIXTURES / "jsonl" / "odd.jsonl"
 GPT2 = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab", FIXTURES / "tok" / "gpt2" / "vocab.json",

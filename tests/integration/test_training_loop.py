@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sp.checkpoint.files import complete_iterations, read_state
-from megatron_sp.train.metrics_file import read_metrics
+from megatron_sp.train.report.metrics_file import read_metrics
 from tests.helpers.configs import STYLES, TRAINING
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,23 +24,25 @@ PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").rglob("*.py")),
 MAY_IMPORT = {
     "errors": (),
     "progress": (),
-    "config": ("errors", "config"),
+    "config.schema": ("errors",),
+    "layout": ("errors", "config.schema", "layout"),
+    "config": ("errors", "config", "layout"),
+    "plan": ("config", "layout", "plan"),
     "runtime": ("errors", "config"),
-    "parallel.layout": ("errors", "config"),
-    "parallel.heads": ("errors", "config"),
-    "parallel.shared_memory": ("errors",),
-    "parallel.mesh": ("errors", "config", "parallel.shared_memory"),
-    "parallel.random": ("errors", "config", "parallel.mesh", "parallel.layout"),
-    "parallel.collectives": ("errors", "config", "parallel.mesh", "parallel.layout"),
-    "parallel": ("errors", "config", "parallel"),
-    "data": ("errors", "config", "parallel.layout", "data"),
-    "model": ("errors", "config", "parallel", "model"),
+    "transport": ("errors", "transport"),
+    "activations": ("activations",),
+    "parallel.mesh": ("errors", "config.schema", "layout", "transport"),
+    "parallel.random": ("errors", "config.schema", "layout", "parallel.mesh"),
+    "parallel.collectives": ("errors", "config.schema", "layout", "parallel.mesh"),
+    "parallel": ("errors", "config.schema", "layout", "transport", "parallel"),
+    "data": ("errors", "config", "layout", "data"),
+    "model": ("errors", "config", "layout", "parallel", "activations", "model"),
+    "inference": ("errors", "config", "parallel", "model", "inference"),
     "checkpoint": ("errors", "config", "parallel.mesh", "model", "checkpoint"),
-    "proof": ("errors", "runtime", "config", "parallel", "data.batch", "data.sampler", "model", "train", "proof"),
+    "proof": ("errors", "runtime", "config", "layout", "parallel", "data", "model", "train", "proof"),
     "proof.reference": ("config.schema", "parallel.random"),
-    "proof.shrink": ("errors", "config", "parallel.heads"),
-    "plan": ("config", "plan"),
-    "train": ("errors", "runtime", "config", "parallel", "data", "model", "checkpoint", "train",
+    "proof.shrink": ("errors", "config", "layout"),
+    "train": ("errors", "runtime", "config", "layout", "plan", "parallel", "data", "model", "checkpoint", "train",
               "progress"),
 }
 
@@ -97,7 +99,7 @@ def test_only_programs_and_their_proof_import_train() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if _within(_module(path), "config")
-                                  or _module(path) in ("errors", "parallel.heads")], ids=lambda path: path.stem)
+                                  or _module(path) in ("errors", "layout.heads")], ids=lambda path: path.stem)
 def test_config_needs_only_the_standard_library(path: Path) -> None:
     foreign = {name.split(".")[0] for name in _imports(_tree(path))} - {"megatron_sp"} - set(sys.stdlib_module_names)
     assert not foreign, f"{path.name} imports {foreign}"
@@ -111,7 +113,7 @@ def test_data_knows_no_process_groups(path: Path) -> None:
 
 def test_wrong_flags_are_found_before_torch_is_imported() -> None:
     modules = ["megatron_sp.errors", "megatron_sp.runtime", "megatron_sp.config.load", "megatron_sp.config.serialize",
-               "megatron_sp.parallel.layout"]
+               "megatron_sp.layout.tokens"]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.config.flags import parse
+from megatron_sp.config.cli.flags import parse
 from megatron_sp.errors import ConfigError
-from megatron_sp.train.metrics_file import MetricsFile
+from megatron_sp.train.report.metrics_file import MetricsFile
 from megatron_sp.train.setup import publish
 from tests.helpers.configs import STYLES, tiny_run
 

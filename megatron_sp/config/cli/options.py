@@ -1,0 +1,119 @@
+"""The command-line options that the schema declares, read off its dataclass fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_sp.config.cli.values import parse_choice, parse_float, parse_int, parse_words, strip_quotes
+from megatron_sp.config.schema import Run
+
+#: Other people's words for a choice of ours, per field, folded to lower case with hyphens.
+SYNONYMS: dict[str, dict[str, str]] = {
+    "model.position_embedding_type": {"rotary": "rope", "learned": "learned_absolute", "absolute": "learned_absolute"},
+    "optimizer.optimizer": {"fusedadam": "adam", "fusedadamw": "adamw", "cpu-adam": "adam", "torch-adam": "adam",
+                            "apex-adam": "adam"},
+}
+
+#: Choices that exist elsewhere and not here, with the reason.
+REFUSED_CHOICES: dict[str, dict[str, str]] = {
+    "model.position_embedding_type": dict.fromkeys(
+        ("alibi", "yarn", "mrope", "relative", "chunked_rope"),
+        "not supported here; use rope, learned_absolute or none"),
+    "optimizer.optimizer": dict.fromkeys(
+        ("muon", "dist_muon", "adaptive_muon", "lion", "soap"), "not supported here; use adam or sgd"),
+    "data.dataloader_type": {"external": "not supported here; use single or cyclic"},
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One schema field as a command-line option.
+
+    ``key`` is ``section.field``; ``names`` are its spellings with hyphens, ours first; ``kind`` is
+    bool, int, float, str, ints or words; ``off`` is the negative switch or "".
+    """
+
+    key: str
+    names: tuple[str, ...]
+    kind: str
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    nargs: int | str
+    off: str
+    metavar: str
+
+    @property
+    def flag(self) -> str:
+        """The spelling that help and messages use."""
+        return self.off or self.names[0]
+
+    def convert(self, texts: list[str]) -> Any:
+        """The field's value from the words after the flag.
+
+        Raises:
+            ValueError: with a sentence fragment saying what is wrong.
+        """
+        if self.kind == "bool":
+            return True
+        words = parse_words(texts)
+        if self.kind == "words":
+            return words
+        if self.kind == "ints":
+            if isinstance(self.nargs, int) and len(words) != self.nargs:
+                raise ValueError(f"{self.nargs} values are needed, {len(words)} given")
+            return tuple(parse_int(word) for word in words)
+        if self.nargs == "?" and not texts:
+            return 1.0  # a share without a number: all of it
+        text = strip_quotes(texts[0])
+        if self.kind == "int":
+            return parse_int(text)
+        if self.kind == "float":
+            return parse_float(text)
+        if self.choices:
+            reason = REFUSED_CHOICES.get(self.key, {}).get(text.lower())
+            if reason:
+                raise ValueError(f"{text!r} is {reason}")
+            return parse_choice(text, self.choices, SYNONYMS.get(self.key))
+        return text
+
+
+def normalise(name: str) -> str:
+    """One form for all spellings of a flag: underscores become hyphens."""
+    return "--" + name[2:].replace("_", "-")
+
+
+def sections() -> dict[str, type]:
+    """Section name -> dataclass, in the schema's order."""
+    run = Run()
+    return {field.name: type(getattr(run, field.name)) for field in dataclasses.fields(Run)}
+
+
+def schema_options() -> dict[str, Option]:
+    """``section.field`` -> option, for every field that is a flag, in the schema's order."""
+    found: dict[str, Option] = {}
+    for section, cls in sections().items():
+        for field in dataclasses.fields(cls):
+            if field.metadata.get("flag"):
+                option = _option(section, field)
+                found[option.key] = option
+    return found
+
+
+def _option(section: str, field: dataclasses.Field[Any]) -> Option:
+    meta = field.metadata
+    kind = type(field.default).__name__
+    if kind == "tuple":
+        kind = "ints" if "int" in str(field.type) else "words"
+    names = meta["names"] or ("--" + field.name,)
+    nargs = 0 if kind == "bool" else meta["nargs"] or 1
+    return Option(key=f"{section}.{field.name}", names=tuple(normalise(name) for name in names), kind=kind,
+                  default=field.default, help=meta["help"], choices=meta["choices"], nargs=nargs,
+                  off=normalise(meta["off"]) if meta["off"] else "", metavar=meta["metavar"])
+
+
+def flag_names() -> dict[str, str]:
+    """``section.field`` -> the flag that messages name."""
+    return {key: option.flag for key, option in schema_options().items()}

@@ -1,0 +1,180 @@
+"""Rules between fields. Each function looks at one topic and returns sentences about what is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from megatron_sp.config.cli.options import schema_options
+from megatron_sp.config.cli.tables import FIELDS_NOT_YET
+from megatron_sp.config.rules.bounds import BOUNDS, bound_problem
+from megatron_sp.config.rules.data import check_data, check_tokenizer
+from megatron_sp.config.rules.memory import check_memory
+from megatron_sp.config.rules.pipeline import check_pipeline, check_ring
+from megatron_sp.config.rules.schedule import check_schedule, check_weight_decay
+from megatron_sp.config.rules.sizes import check_batch, check_model, check_overlap, check_parallel, check_sequence
+from megatron_sp.config.schema import Data, Run
+from megatron_sp.errors import ConfigError
+from megatron_sp.layout.sequence_split import split_note
+
+
+def check(run: Run) -> None:
+    """Check a resolved run.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    problems = check_problems(run)
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_problems(run: Run) -> list[str]:
+    """Every broken rule of a resolved run, one sentence each; looks at no files."""
+    topics: tuple[Callable[[Run], list[str]], ...] = (
+        check_required, check_bounds, check_not_yet, check_model, check_parallel, check_overlap, check_pipeline,
+        check_ring, check_memory, check_sequence, check_batch, check_length, check_schedule, check_weight_decay,
+        check_precision, check_kernels, check_data, check_tokenizer, check_checkpoint, check_logging)
+    return [problem for topic in topics for problem in topic(run)]
+
+
+def check_required(run: Run) -> list[str]:
+    """Flags without which nothing can be built."""
+    needed = {"--num-layers": run.model.num_layers, "--hidden-size": run.model.hidden_size,
+              "--num-attention-heads": run.model.num_attention_heads, "--seq-length": run.data.seq_length,
+              "--lr": run.schedule.lr}
+    return [f"{flag} is required." for flag, value in needed.items() if not value]
+
+
+def check_bounds(run: Run) -> list[str]:
+    """Single values; a value that equals its default means "derive it" or "off"."""
+    found = []
+    options = schema_options()
+    for key in BOUNDS:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(run, section), name)
+        if value != options[key].default and bound_problem(key, value):
+            found.append(f"{options[key].flag} {value}: {bound_problem(key, value)}.")
+    return found
+
+
+def check_not_yet(run: Run) -> list[str]:
+    """Values whose mechanism is not built yet."""
+    found = []
+    options = schema_options()
+    for entry in FIELDS_NOT_YET:
+        if entry.is_used(run):
+            section, _, name = entry.key.partition(".")
+            value = getattr(getattr(run, section), name)
+            found.append(f"{options[entry.key].flag} {value}: {entry.what} is not available yet; {entry.cure}.")
+    return found
+
+
+def check_length(run: Run) -> list[str]:
+    """How long to train."""
+    train = run.train
+    if train.skip_train and not train.eval_iters:
+        return ["--skip-train with --eval-iters 0 leaves nothing to do; give --eval-iters 1 or more, or drop "
+                "--skip-train."]
+    if train.train_iters and train.train_samples:
+        return [f"--train-iters {train.train_iters} and --train-samples {train.train_samples} exclude each other; "
+                f"keep one."]
+    if not train.train_iters and not train.train_samples:
+        return ["--train-iters or --train-samples is required."]
+    grows = train.rampup_batch_size or train.step_batch_size_schedule
+    if train.train_samples and 0 < train.train_samples < train.global_batch_size and not grows:
+        return [f"--train-samples {train.train_samples} is less than one step of --global-batch-size "
+                f"{train.global_batch_size}."]
+    return []
+
+
+def check_precision(run: Run) -> list[str]:
+    """Compute type and loss scale."""
+    precision = run.precision
+    found = []
+    if precision.bf16 and precision.fp16:
+        found.append("--bf16 and --fp16 exclude each other; keep one.")
+    if precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32:
+        found.append("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other; keep one.")
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        found.append(f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale "
+                     f"{precision.initial_loss_scale:g}.")
+    return found
+
+
+def check_logging(run: Run) -> list[str]:
+    """The window of the profiler."""
+    flags = run.logging
+    found = []
+    if flags.profile and flags.profile_step_end <= flags.profile_step_start:
+        found.append(f"--profile-step-end {flags.profile_step_end} must be above --profile-step-start "
+                     f"{flags.profile_step_start}.")
+    wrong = [rank for rank in flags.profile_ranks if rank >= run.parallel.world_size]
+    if flags.profile and wrong:
+        found.append(f"--profile-ranks {' '.join(map(str, flags.profile_ranks))}: there are only ranks 0 to "
+                     f"{run.parallel.world_size - 1}.")
+    return found
+
+
+def check_kernels(run: Run) -> list[str]:
+    """Kernels that cannot do what the run asks for."""
+    model, train = run.model, run.train
+    found = []
+    if train.compile and (model.attention_dropout or model.hidden_dropout):
+        found.append("--compile needs --attention-dropout 0 and --hidden-dropout 0: masks that are keyed by sample "
+                     "cannot be compiled.")
+    if train.attention_backend == "flash" and run.precision.dtype == "float32":
+        found.append("--attention-core flash computes in half precision; add --bf16, or use auto.")
+    if train.attention_backend == "flash" and model.attention_dropout:
+        found.append("--attention-core flash cannot drop attention probabilities; add --attention-dropout 0, or use "
+                     "auto.")
+    return found
+
+
+def check_checkpoint(run: Run) -> list[str]:
+    """Saving and loading."""
+    checkpoint = run.checkpoint
+    found = []
+    if checkpoint.save and not checkpoint.save_interval:
+        found.append("--save-interval is required with --save.")
+    if checkpoint.ckpt_step and not checkpoint.load:
+        found.append(f"--ckpt-step {checkpoint.ckpt_step} needs --load.")
+    if checkpoint.exit_on_missing_checkpoint and not checkpoint.load:
+        found.append("--exit-on-missing-checkpoint needs --load.")
+    return found
+
+
+def file_problems(run: Run) -> list[str]:
+    """Files that are named and do not exist (only what is cheap to look up)."""
+    data = run.data
+    if data.mock_data and run.model.vocab_size:
+        return []
+    named = []
+    if data.tokenizer_type == "GPT2BPETokenizer":
+        named = [("--vocab-file", data.vocab_file), ("--merge-file", data.merge_file)]
+    elif "SentencePiece" in data.tokenizer_type or data.tokenizer_type == "Llama2Tokenizer":
+        named = [("--tokenizer-model", data.tokenizer_model)]
+    elif data.tokenizer_model.startswith(("/", "./", "../", "~")):
+        named = [("--tokenizer-model", data.tokenizer_model)]
+    return [f"{flag} {path}: there is no such file." for flag, path in named
+            if path and not os.path.exists(os.path.expanduser(path))]
+
+
+def advice(run: Run) -> list[str]:
+    """Notes on what was chosen for the user, and on flags that have no effect in this run."""
+    notes = [note] if (note := split_note(run.parallel, run.model)) else []
+    if run.parallel.megatron_sp and run.parallel.tp == 1:
+        notes.append("--sequence-parallel has no effect at --tensor-model-parallel-size 1 (to split sequences over "
+                     "ranks say --ulysses-size N).")
+    if run.precision.loss_scale and not run.precision.fp16:
+        notes.append(f"--loss-scale {run.precision.loss_scale:g} has no effect without --fp16.")
+    if run.parallel.ring > 1 and run.train.attention_backend != "auto":
+        notes.append(f"--attention-core {run.train.attention_backend} has no effect with --ring-size "
+                     f"{run.parallel.ring}: a ring is made of block kernels.")
+    if run.precision.grad_reduce_in_bf16 and run.precision.dtype == "float32":
+        notes.append("--grad-reduce-in-bf16 has no effect without --bf16 or --fp16.")
+    if (run.data.train_data_path or run.data.mock_data) and run.data.split != Data().split:
+        notes.append(f"--split {run.data.split} has no effect: it divides the documents of --data-path.")
+    if run.train.manual_gc_interval and not run.train.manual_gc:
+        notes.append(f"--manual-gc-interval {run.train.manual_gc_interval} has no effect without --manual-gc.")
+    return notes

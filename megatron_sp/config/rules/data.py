@@ -1,0 +1,104 @@
+"""Rules about data paths, splits and tokenizers (their form; files are looked at elsewhere)."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from megatron_sp.config.cli.named_sets import named_sets
+from megatron_sp.config.schema import Run
+
+_NUMBER = r"\s*(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*"
+_SPLIT = re.compile(rf"{_NUMBER}(?:[,/]{_NUMBER}){{0,2}}")
+
+
+def check_data(run: Run) -> list[str]:
+    """One source of data, in a readable form."""
+    data = run.data
+    per_split = {"--train-data-path": data.train_data_path, "--valid-data-path": data.valid_data_path,
+                 "--test-data-path": data.test_data_path}
+    sources = [name for name, used in (("--mock-data", data.mock_data), ("--data-path", data.data_path),
+                                       (" / ".join(flag for flag, paths in per_split.items() if paths),
+                                        any(per_split.values()))) if used]
+    found = []
+    if len(sources) > 1:
+        found.append(f"{' and '.join(sources)} exclude each other; keep one source of data.")
+    if not sources:
+        found.append("Data is required: --data-path, or --train-data-path with --valid-data-path, or --mock-data.")
+    elif any(per_split.values()) and not data.train_data_path and not run.train.skip_train:
+        found.append("--train-data-path is required with --valid-data-path and --test-data-path.")
+    found += _split(data.split)
+    for flag, paths in (("--data-path", data.data_path), *per_split.items()):
+        found += _named_problems(flag, paths) if flag == "--valid-data-path" else data_path_problems(flag, paths)
+    return found
+
+
+def _named_problems(flag: str, paths: tuple[str, ...]) -> list[str]:
+    try:
+        sets = named_sets(paths)
+    except ValueError as error:
+        return [f"{flag}: {error}."]
+    return [problem for name, words in sets.items()
+            for problem in data_path_problems(f"{flag} {name}=" if name else flag, words)]
+
+
+def _split(split: str) -> list[str]:
+    cure = "give up to three shares for training, validation and test, such as 969,30,1."
+    if not _SPLIT.fullmatch(split):
+        return [f"--split {split!r} is not a list of numbers; {cure}"]
+    shares = [float(share) for share in re.split("[,/]", split)]
+    if not all(map(math.isfinite, shares)) or sum(shares) <= 0:
+        return [f"--split {split!r} sums to {sum(shares):g}; {cure}"]
+    return []
+
+
+def data_path_problems(flag: str, paths: tuple[str, ...]) -> list[str]:
+    """What is wrong with the form of a data path: prefixes alone, or weights and prefixes in turn."""
+    if len(paths) < 2:
+        return [f"{flag} {paths[0]} is a number; a prefix is missing after it."] if paths and _is_number(
+            paths[0]) else []
+    weights = paths[0::2]
+    numbers = [word for word in weights if _is_number(word)]
+    if not numbers:
+        return []
+    if len(paths) % 2:
+        return [f"{flag} has {len(paths)} words, of which some are weights; a weight and a prefix must take turns "
+                f"(W1 P1 W2 P2 ...), or give prefixes alone."]
+    if len(numbers) < len(weights):
+        odd = next(word for word in weights if not _is_number(word))
+        return [f"{flag}: {odd!r} stands where a weight must stand; give weights to all prefixes or to none."]
+    values = [float(word) for word in weights]
+    bad = [word for word, value in zip(weights, values, strict=True) if value < 0 or not math.isfinite(value)]
+    if bad:
+        return [f"{flag}: the weight {bad[0]} must be 0 or more, and finite."]
+    if sum(values) <= 0:
+        return [f"{flag}: the weights sum to 0; at least one must be above 0."]
+    return []
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def check_tokenizer(run: Run) -> list[str]:
+    """Each tokenizer's files are named."""
+    data, vocab_size = run.data, run.model.vocab_size
+    kind = data.tokenizer_type
+    if data.mock_data and vocab_size:
+        return []
+    if kind == "NullTokenizer":
+        return [] if vocab_size else ["--vocab-size is required with --tokenizer-type NullTokenizer."]
+    needed = {"--vocab-file": data.vocab_file, "--merge-file": data.merge_file} if kind == "GPT2BPETokenizer" else {
+        "--tokenizer-model": data.tokenizer_model}
+    missing = [flag for flag, value in needed.items() if not value]
+    if not missing:
+        return []
+    if data.mock_data:
+        return [f"--mock-data: --vocab-size is required, or a tokenizer ({' and '.join(missing)} with "
+                f"--tokenizer-type {kind})."]
+    verb = "is" if len(missing) == 1 else "are"
+    return [f"{' and '.join(missing)} {verb} required with --tokenizer-type {kind}."]

@@ -1,0 +1,125 @@
+"""Self-attention: projections, rotary, and whatever core the mesh provides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_sp.activations.recompute import recompute
+from megatron_sp.config.schema import Model
+from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.model.attention.cores import AttentionDropout
+from megatron_sp.model.attention.key_value_cache import KeyValueCache
+from megatron_sp.model.norm import Norm
+from megatron_sp.model.rotary import Rotation, apply_rotary
+from megatron_sp.parallel.random import Dropout
+from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion, local_weight
+from megatron_sp.parallel.ulysses import Core
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What attention needs to know of the mesh: its heads and a core that fits them.
+
+    Args:
+        core: ``(q [b, t, n, d], k, v [b, t, g, d], **how) -> [b, t, n, d]`` on this rank's tokens.
+        first_head: global number of the first query head the innermost core sees.
+    """
+
+    heads: HeadSplit
+    core: Core
+    first_head: int
+
+
+class Attention(nn.Module):
+    """Causal self-attention with n query and g key/value heads; weight rows in head order.
+
+    Args:
+        plan: all heads of this tp rank at once.
+        groups: the same heads in several runs, or empty. Then the working set is that of one run:
+            projections, exchange and attention go run by run, and again so in backward.
+    """
+
+    def __init__(self, model: Model, layer: int, plan: AttentionPlan, groups: Sequence[AttentionPlan] = (), *,
+                 seed: int, region: TensorRegion, dtype: torch.dtype):
+        super().__init__()
+        self.layer, self.region, self.plan, self.groups = layer, region, plan, list(groups)
+        self.head_dim, self.interleaved = model.head_dim, model.rotary_interleaved
+        self.dropout = Dropout(model.attention_dropout, seed, f"{layer}/attention")
+        width = model.hidden_size
+        query, kv = model.num_attention_heads * model.head_dim, model.num_query_groups * model.head_dim
+        bias = model.add_bias_linear or model.add_qkv_bias
+        rows = None
+        if plan.heads.kv_is_replicated_over_tp:
+            rows = (plan.heads.kv[0] * model.head_dim, plan.heads.kv[1] * model.head_dim)
+        self.query = ColumnParallelLinear(width, query, bias=bias, region=region, dtype=dtype)
+        self.key = ColumnParallelLinear(width, kv, bias=bias, region=region, dtype=dtype, replicate_rows=rows)
+        self.value = ColumnParallelLinear(width, kv, bias=bias, region=region, dtype=dtype, replicate_rows=rows)
+        self.query_norm = self.key_norm = None
+        if model.qk_layernorm:
+            self.query_norm = Norm(model.head_dim, model, region=region, dtype=dtype, partial_grad=True)
+            self.key_norm = Norm(model.head_dim, model, region=region, dtype=dtype, partial_grad=True)
+        self.output = RowParallelLinear(query, width, bias=model.add_bias_linear, region=region, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
+                cache: KeyValueCache | None = None, *, normalise: Norm) -> torch.Tensor:
+        """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]
+
+        Args:
+            normalise: applied to x first. With groups each of them does it again, so that x is kept for backward
+                and not its normalised copy too; over tp, where that would be communication, they share one.
+        """
+        grouped = self.groups and cache is None
+        each = normalise if grouped and self.region.size == 1 else None
+        if each is None:
+            x = self.region.enter(normalise(x))  # [b, s/sp(/tp), h] -> [b, s/sp, h]
+        if grouped:
+            parts = (recompute(self._attend_with, group, each, x, rotation, sample_ids) for group in self.groups)
+            return self.output.finish(functools.reduce(torch.Tensor.add_, parts))  # in place: one sum and one part live
+        qkv = [project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value)]
+        o = self._attend(self.plan, qkv, rotation, sample_ids, cache)
+        return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
+
+    def _attend_with(self, group: AttentionPlan, normalise: Norm | None, x: torch.Tensor, rotation: Rotation | None,
+                     sample_ids: torch.Tensor) -> torch.Tensor:
+        """A run of heads' part of the output sum: slices of the projections in, a slice of the output out."""
+        def rows(heads: tuple[int, int], first: int) -> slice:
+            return slice((heads[0] - first) * self.head_dim, (heads[1] - first) * self.head_dim)
+
+        x = x if normalise is None else normalise(x)
+        whole = self.plan.heads
+        query, kv = rows(group.heads.query, whole.query[0]), rows(group.heads.kv, whole.kv[0])
+        qkv = [
+            F.linear(x, weight[part], None if bias is None else bias[part]).unflatten(-1, (-1, self.head_dim))
+            for (weight, bias), part in ((self.query.local(), query), (self.key.local(), kv), (self.value.local(), kv))]
+        o = self._attend(group, qkv, rotation, sample_ids, None)
+        return F.linear(o.flatten(2), local_weight(self.output.weight)[:, query])
+
+    def _attend(self, plan: AttentionPlan, qkv: list[torch.Tensor], rotation: Rotation | None,
+                sample_ids: torch.Tensor, cache: KeyValueCache | None) -> torch.Tensor:
+        """Norms, rotary and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]
+
+        Args:
+            qkv: emptied here, so that no caller keeps what the next step replaces.
+        """
+        v, k, q = qkv.pop(), qkv.pop(), qkv.pop()
+        if self.query_norm is not None and self.key_norm is not None:
+            q = self.query_norm(q)
+            k = self.key_norm(k)
+        if rotation is not None:
+            q = apply_rotary(q, rotation, self.interleaved)
+            k = apply_rotary(k, rotation, self.interleaved)
+        causal = True
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+            causal = k.shape[1] == q.shape[1]
+            assert causal or q.shape[1] == 1, "after the prompt, tokens are decoded one at a time"
+        dropout = None
+        if self.training and self.dropout.probability > 0:
+            dropout = AttentionDropout(self.dropout, sample_ids, plan.first_head)
+        return plan.core(q, k, v, causal=causal, dropout=dropout)

@@ -1,0 +1,1 @@
+"""What a run tells: log lines, metrics files, trackers, timers, profiles and device figures."""

@@ -1,0 +1,63 @@
+"""Ring attention equals attention over the whole sequence, forward and backward, and counts its bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_sp.layout.tokens import SequenceLayout
+from megatron_sp.model.attention.block_kernels import FlashKernel, PlainKernel
+from megatron_sp.model.attention.cores import SDPACore
+from megatron_sp.parallel.ring import BlockKernel, Ring, RingAttention
+from megatron_sp.parallel.sequence import match_heads, match_heads_in_kernel
+from tests.helpers.spawn import RunRanks
+
+TOKENS, WIDTH = 32, 8
+
+
+def check_ring() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    kernels: tuple[BlockKernel, ...] = (PlainKernel(), FlashKernel())
+    cases = itertools.product(kernels, (True, False), ((4, 4), (4, 2), (4, 1), (3, 2)),
+                              (True, False))
+    for kernel, zigzag, (n, g), causal in cases:
+        groups = tuple(i * g // n for i in range(n))
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(2, TOKENS, count, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+                 for count in (n, g, g)]
+        weight = torch.randn(2, TOKENS, n, WIDTH, dtype=torch.float64, generator=generator)
+        expected = match_heads(SDPACore(), groups)(*whole, causal=causal)
+        gradients = torch.autograd.grad((expected * weight).sum(), whole)
+        layout = SequenceLayout(TOKENS, ring=size, kind="zigzag" if zigzag else "contiguous")
+        mine = torch.from_numpy(layout.positions(rank))
+        local = [x.detach()[:, mine].clone().requires_grad_() for x in whole]
+        ring = Ring(dist.distributed_c10d._get_default_group(), match_heads_in_kernel(kernel, groups), zigzag)
+        actual = RingAttention(ring)(*local, causal=causal)
+        torch.testing.assert_close(actual, expected[:, mine], rtol=1e-10, atol=1e-12)
+        for x, y in zip(torch.autograd.grad((actual * weight[:, mine]).sum(), local), gradients, strict=True):
+            torch.testing.assert_close(x, y[:, mine], rtol=1e-9, atol=1e-12)
+        assert ring.sent.forward == (size - 1) * 2 * TOKENS // size * 2 * g * WIDTH * 8
+
+
+def count_work() -> list[int]:
+    """Query-key pairs this rank computes under the causal mask."""
+    size = dist.get_world_size()
+    ring, tokens = Ring(dist.distributed_c10d._get_default_group(), PlainKernel()), 1024 // size
+    pairs = 0
+    for source in range(size):
+        found = ring.overlap(source, tokens, causal=True)
+        assert found is not None
+        queries, keys, masked = (len(range(*part.indices(tokens))) if isinstance(part, slice) else part
+                                 for part in found)
+        pairs += queries * (keys + 1) // 2 if masked else queries * keys
+    return [pairs]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ring(ranks: RunRanks, world: int) -> None:
+    ranks(check_ring, world)
+    work = [pairs for [pairs] in ranks(count_work, world)]
+    assert max(work) == min(work) and sum(work) == 1024 * 1025 // 2

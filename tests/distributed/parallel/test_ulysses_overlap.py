@@ -1,0 +1,150 @@
+"""Exchanges beside attention: the same numbers, nothing more sent, and really under way meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.model.attention.cores import SDPACore
+from megatron_sp.parallel import collectives
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.parallel.sequence import match_heads, overlapped_ulysses
+from megatron_sp.parallel.ulysses import UlyssesAttention, UlyssesExchange
+from megatron_sp.parallel.ulysses_overlap import OverlappedUlysses
+from megatron_sp.proof.reference import random_weights
+from megatron_sp.proof.steps import batch, step_in_layout
+from tests.distributed.parallel.test_ulysses import TOKENS, WIDTH
+from tests.helpers.configs import STYLES, tiny_run
+from tests.helpers.spawn import RunRanks
+
+
+def mesh_of(size: int) -> ParallelMesh:
+    return ParallelMesh.build(tiny_run([*STYLES["gpt2"].split(), "--ulysses-size", str(size)], size).parallel)
+
+
+def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
+    for n, g, count in ((8, 8, 2), (8, 4, 2), (8, 2, 2), (8, 1, 2), (7, 7, 2), (12, 12, 3), (9, 3, 2)):
+        split = HeadSplit.of(n, g, ulysses=size)
+        if n < size * count:
+            continue
+        core = SDPACore()
+        plain = UlyssesAttention(match_heads(core, split.groups(rank)), UlyssesExchange(mesh.group("ulysses"), split))
+        beside = overlapped_ulysses(core, split, mesh, count)
+        found = []
+        for attention in (plain, beside):
+            mine = [torch.randn(2, TOKENS // size, heads, WIDTH, dtype=torch.float64, requires_grad=True,
+                                generator=torch.Generator().manual_seed(rank + heads)) for heads in (n, g, g)]
+            out = attention(*mine)
+            out.square().sum().backward()
+            found.append([out, *(x.grad for x in mine)])
+        for x, y in zip(*found):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        sent = sum(group.exchange.sent.forward for group in beside.groups)
+        if split.free_groups(count) == count:
+            assert sent == plain.exchange.sent.forward, (n, g, count)
+
+
+class Product(torch.autograd.Function):
+    """Instead of attention; says when it works."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log: list[str]) -> torch.Tensor:
+        ctx.log = log
+        log.append("attend")
+        return q * k * v
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.log.append("attend back")
+        return grad, grad, grad, None
+
+
+def check_order(mesh: ParallelMesh, size: int, rank: int) -> None:
+    """Between start and wait of an exchange lies the attention of another group."""
+    log: list[str] = []
+    start, wait = collectives._Pending.start, collectives._Pending.wait
+
+    def logged(word: str, do: Any) -> Any:
+        def both(*args: Any) -> Any:
+            log.append(word)
+            return do(*args)
+        return both
+
+    collectives._Pending.start = logged("start", start)  # type: ignore[method-assign]
+    collectives._Pending.wait = logged("wait", wait)  # type: ignore[method-assign]
+    try:
+        split = HeadSplit.of(8, 8, ulysses=size)
+        beside = overlapped_ulysses(lambda q, k, v, **_: Product.apply(q, k, v, log), split, mesh, 2)
+        q, k, v = (torch.ones(1, TOKENS // size, 8, WIDTH, requires_grad=True) for _ in range(3))
+        out = beside(q, k, v)
+        assert log == ["start", "wait", "start", "attend", "start", "wait", "attend", "start", "wait", "wait"]
+        log.clear()
+        out.sum().backward()
+        assert log == ["start", "start", "wait", "attend back", "start", "wait", "attend back",
+                       "wait", "start", "wait"]
+    finally:
+        collectives._Pending.start, collectives._Pending.wait = start, wait  # type: ignore[method-assign]
+
+
+def check_all() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = mesh_of(size)
+    check_numbers(mesh, size, rank)
+    check_order(mesh, size, rank)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_overlap(ranks: RunRanks, world: int) -> None:
+    ranks(check_all, world)
+
+
+@pytest.mark.parametrize("n, g, ulysses, groups", [
+    (32, 32, 8, 2), (32, 8, 4, 2), (32, 8, 8, 1), (8, 1, 4, 1), (4, 4, 4, 1), (30, 30, 8, 2)])
+def test_groups_by_default_send_no_more(n: int, g: int, ulysses: int, groups: int) -> None:
+    assert HeadSplit.of(n, g, ulysses=ulysses).free_groups(2) == groups
+
+
+def test_overlap_is_what_the_flag_gives(ranks: RunRanks) -> None:
+    assert ranks(built, 2, "--ulysses-overlap-groups 2") == ["OverlappedUlysses"] * 2
+    assert ranks(built, 2, "") == ["UlyssesAttention"] * 2
+
+
+def built(flags: str) -> str:
+    from megatron_sp.model.build import plan_attention
+
+    run = tiny_run([*STYLES["gpt2"].split(), "--ulysses-size", "2", *flags.split()], 2)
+    core = plan_attention(run, ParallelMesh.build(run.parallel)).core
+    assert isinstance(core, (OverlappedUlysses, UlyssesAttention))
+    return type(core).__name__
+
+
+class CountedExchanges(TorchDispatchMode):
+    """Counts all-to-alls that really run."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += "all_to_all" in str(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def exchanges(flags: list[str]) -> list[int]:
+    found = []
+    for extra in flags:
+        run = tiny_run([*STYLES["eight_heads"].split(), "--ulysses-size", "2", "--no-shared-memory", *extra.split()], 2)
+        with CountedExchanges() as counted:
+            step_in_layout(run, random_weights(run), *batch(run))
+        found.append(counted.number)
+    return found
+
+
+def test_selective_recomputation_exchanges_nothing_again(ranks: RunRanks) -> None:
+    groups, selective = "--ulysses-overlap-groups 2", "--recompute-granularity selective"
+    plain, kept, overlapped, both, full = ranks(exchanges, 2, [
+        "", selective, groups, f"{groups} {selective}", f"{groups} --recompute-granularity full"])[0]
+    assert plain == kept and 2 * plain == overlapped == both and 3 * plain == full

@@ -1,0 +1,334 @@
+"""The training loop's decisions: what is not finite, fp16, evaluation, signals, ends. All ranks must agree."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_sp.checkpoint.files import complete_iterations, read_state
+from megatron_sp.data.batch import Microbatch
+from megatron_sp.train import garbage
+from megatron_sp.train.forward_backward import Engine
+from megatron_sp.train.report.metrics_file import read_metrics
+from tests.helpers.configs import STYLES
+from tests.helpers.spawn import run_ranks
+from tests.helpers.training import full_tensors, steps, train, train_and_tell
+
+LLAMA = STYLES["llama"].replace("--num-query-groups", "--num-key-value-heads")
+
+
+def spoil_loss(rank: int | None, calls: range, factor: float) -> None:
+    """Multiply the loss by a factor in these calls (counted from 0) on one rank or all."""
+    original, count = Engine._loss, [0]
+
+    def spoiled(self: Engine, batch: Microbatch) -> torch.Tensor:
+        count[0] += 1
+        loss = original(self, batch)
+        return loss * factor if rank in (None, dist.get_rank()) and count[0] - 1 in calls else loss
+
+    Engine._loss = spoiled  # type: ignore[method-assign]
+
+
+def train_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor: float) -> str:
+    spoil_loss(rank, calls, factor)
+    return train(flags)
+
+
+def output_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor: float) -> str:
+    """What the run prints, and then the user's mistake."""
+    spoil_loss(rank, calls, factor)
+    return "".join(train_and_tell(flags))
+
+
+@pytest.mark.parametrize("layout", ["--ulysses-size 2", "--tensor-model-parallel-size 2"])
+def test_a_nan_on_one_rank_stops_all_in_the_same_step(tmp_path: Path, layout: str) -> None:
+    flags = f"{LLAMA} {layout} --save {tmp_path} --save-interval 1"
+    # 4 microbatches a step: call 9 is the second of step 3
+    errors = run_ranks(train_with_spoiled_loss, 2, flags, 1, range(9, 10), float("nan"))
+    assert errors[0] == errors[1]
+    for words in ("TrainingError", "iteration 3", "not finite on rank 1 (microbatch 2)", "--no-check-for-nan"):
+        assert words in errors[0]
+    assert complete_iterations(tmp_path) == [1, 2]
+
+
+def test_without_the_check_a_bad_step_is_left_out(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --ulysses-size 2 --no-check-for-nan-in-loss-and-grad --save {tmp_path} --save-interval 1"
+    output, _ = run_ranks(output_with_spoiled_loss, 2, flags, 1, range(9, 10), float("nan"))
+    (warning,) = [line for line in output.splitlines() if "not finite on" in line]
+    assert "WARNING: iteration 3: loss nan" in warning and "not finite on rank 1 (microbatch 2)" in warning
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["nan"] for row in rows] == [False, False, True] + [False] * 5
+    assert rows[2]["lm_loss"] is None
+    before, after = (full_tensors(tmp_path / f"iter_000000{step}") for step in (2, 3))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    counters = read_state(tmp_path / "iter_0000008")["train"]
+    assert (counters["consumed_samples"], counters["scheduler_samples"], counters["nan_iterations"]) == (32, 28, 1)
+
+
+def train_with_tracker(flags: str, readable: bool) -> list[int]:
+    """Exit codes that the tracker was finished with, after a loss or data that were spoiled."""
+    import sys
+    from types import ModuleType, SimpleNamespace
+
+    from megatron_sp.errors import DataError
+    from megatron_sp.train import setup
+
+    def no_readers(*_: object) -> Any:
+        raise DataError("damaged")
+
+    codes: list[int] = []
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **_: SimpleNamespace(  # type: ignore[attr-defined]
+        log=lambda row, step: None, finish=lambda exit_code: codes.append(exit_code))
+    sys.modules["wandb"] = wandb
+    if readable:
+        assert "iteration 5" in train_with_spoiled_loss(flags, 1, range(9, 10), float("nan"))
+    else:
+        setup.build_readers = no_readers  # type: ignore[assignment]
+        assert train(flags) == "DataError: damaged"
+    return codes
+
+
+def test_an_error_leaves_profile_and_logs_behind(tmp_path: Path) -> None:
+    flags = (f"{LLAMA} --save {tmp_path} --save-interval 100 --log-interval 100 --wandb-project p --profile "
+             "--profile-step-start 2 --profile-step-end 10")
+    assert run_ranks(train_with_tracker, 2, flags, True) == [[1], []]     # 2 microbatches a step and rank
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name == "rank0_steps_3-5.json.gz"
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["iteration"] == 5 and row["nan"] and row["lm_loss"] is None
+    assert run_ranks(train_with_tracker, 1, flags, False) == [[1]]
+
+
+def train_with_stand_ins(flags: str) -> tuple[str, dict[str, list[int]], list[int]]:
+    """``train`` on this rank: TensorBoard's points (name: steps), and the iterations after which all garbage
+    was collected."""
+    from megatron_sp.train.report import recorder as observe
+    from megatron_sp.train.trainer import Trainer
+
+    points: dict[str, list[int]] = {}
+    collected: list[int] = []
+    trainers: list[Trainer] = []
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            points.setdefault(name, []).append(step)
+
+        def close(self) -> None:
+            pass
+
+    class Collector(ModuleType):
+        disable = enable = staticmethod(gc.disable)
+        isenabled = staticmethod(gc.isenabled)
+
+        def collect(self, generation: int = 2) -> None:
+            if generation == 2:     # evaluations collect the youngest only
+                collected.append(trainers[0].state.iteration)
+
+    fit = Trainer.fit
+
+    def remembered(trainer: Trainer) -> None:
+        trainers.append(trainer)
+        fit(trainer)
+
+    observe.open_tensorboard = lambda *_: Writer()
+    garbage.gc = Collector("gc")
+    Trainer.fit = remembered  # type: ignore
+    return train(flags), points, collected
+
+
+def test_times_and_speed_reach_tensorboard_and_garbage_is_collected_when_due(tmp_path: Path) -> None:
+    flags = (f"{LLAMA} --train-iters 5 --manual-gc --manual-gc-interval 2 --save {tmp_path} --save-interval 99 "
+             "--timing-log-level 1 --log-timers-to-tensorboard --log-throughput")
+    ((error, points, collected),) = run_ranks(train_with_stand_ins, 1, flags)
+    assert error == ""
+    for name in ("batch-time", "forward-backward-time", "optimizer-time", "throughput", "tokens-per-s"):
+        assert points[name] == [1, 2, 3, 4, 5]
+    assert collected == [0, 2, 4]
+
+
+def test_fp16_finds_its_scale_and_the_schedule_waits(tmp_path: Path) -> None:
+    """Also over a resume in the middle of the search for a scale."""
+    flags = (f"{LLAMA} --fp16 --ulysses-size 2 --train-iters 20 --lr-decay-style constant --lr-warmup-iters 10 "
+             "--save-interval 100")
+    straight, halves = tmp_path / "straight", tmp_path / "halves"
+    assert run_ranks(train, 2, f"{flags} --save {straight}") == ["", ""]
+    assert run_ranks(train, 2, f"{flags} --save {halves} --exit-interval 7") == ["", ""]
+    assert run_ranks(train, 2, f"{flags} --save {halves} --load {halves}") == ["", ""]
+    rows = read_metrics(straight / "metrics.jsonl")
+    skipped = [row["skipped"] for row in rows]
+    first = skipped.index(False)
+    assert 7 < first < 18 and sum(skipped[first:]) <= 1
+    assert [row["loss_scale"] for row in rows[:3]] == [2.0**32, 2.0**32, 2.0**31]      # one is tolerated
+    updates = [row["iteration"] - 1 - sum(skipped[:row["iteration"] - 1]) for row in rows]
+    assert [row["learning_rate"] for row in rows] == pytest.approx([min(1e-4 * count, 1e-3) for count in updates])
+    assert [row["first_sample"] for row in rows] == list(range(0, 80, 4))
+    assert all(4.0 < row["lm_loss"] < 5.0 and 0.1 < row["grad_norm"] < 10 for row in rows if not row["skipped"])
+    names = ("iteration", "lm_loss", "grad_norm", "loss_scale", "skipped", "learning_rate", "first_sample")
+    assert steps(halves, *names) == steps(straight, *names)
+
+
+def test_fp16_after_bf16_starts_its_own_scale(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --save {tmp_path} --save-interval 100 --lr-decay-style constant"
+    assert run_ranks(train, 1, f"{flags} --bf16 --train-iters 2") == [""]
+    assert run_ranks(train, 1, f"{flags} --fp16 --initial-loss-scale 4096 --load {tmp_path} --train-iters 4") == [""]
+    assert steps(tmp_path, "iteration", "loss_scale") == [(1, 1.0), (2, 1.0), (3, 4096.0), (4, 4096.0)]
+
+
+def test_endless_overflow_stops_with_advice_and_is_saved(tmp_path: Path) -> None:
+    flags = (f"{LLAMA} --fp16 --initial-loss-scale 4 --min-loss-scale 1 --hysteresis 1 --train-iters 100 "
+             f"--save {tmp_path} --save-interval 100")
+    errors = run_ranks(train_with_spoiled_loss, 2, flags, None, range(4, 1000), float("inf"))
+    assert errors[0] == errors[1]
+    assert "the last 30 steps changed nothing" in errors[0] and "--bf16" in errors[0] and "loss scale 1" in errors[0]
+    # 2 microbatches a step and rank: steps 1 and 2 were good
+    assert complete_iterations(tmp_path) == [32]
+    assert read_state(tmp_path / "iter_0000032")["train"]["skipped_iterations"] == 30
+
+
+def test_from_the_default_scale_30_overflows_in_a_row_stop_too(tmp_path: Path) -> None:
+    """Of the gradients alone: where they came from is looked up once, at the end. A resume tries as often again."""
+    flags = f"{LLAMA} --fp16 --ulysses-size 2 --train-iters 100 --save {tmp_path} --save-interval 100"
+    outputs = run_ranks(output_with_overflowing_gradients, 2, flags)
+    assert "TrainingError: the last 30 steps changed nothing" in outputs[0] and "loss scale 8." in outputs[0]
+    assert "The last one is iteration 30" in outputs[0] and "gradients are not on rank 0 (first" in outputs[0]
+    assert outputs[0].count("gradients are not on") == 2      # in the log, and in the error
+    assert complete_iterations(tmp_path) == [30]
+    run_ranks(output_with_overflowing_gradients, 2, f"{flags} --load {tmp_path}")
+    assert complete_iterations(tmp_path) == [30, 60]
+
+
+def output_with_overflowing_gradients(flags: str) -> str:
+    """The run's output when every backward gives infinities at any loss scale, and losses are fine."""
+    from megatron_sp.train import trainer
+
+    original = trainer.settle_gradients
+
+    def settle(model: torch.nn.Module) -> None:
+        original(model)
+        next(p.grad for p in model.parameters() if p.grad is not None).fill_(float("inf"))
+
+    trainer.settle_gradients = settle  # type: ignore[assignment]
+    return "".join(train_and_tell(flags))
+
+
+def test_a_nan_under_fp16_is_named_at_once(tmp_path: Path) -> None:
+    """It is no overflow of a scale that is too high: the loss is unscaled."""
+    flags = f"{LLAMA} --fp16 --initial-loss-scale 1024 --ulysses-size 2 --save {tmp_path} --save-interval 100"
+    output, _ = run_ranks(output_with_spoiled_loss, 2, flags, 1, range(9, 10), float("nan"))
+    assert "WARNING: iteration 3: loss nan" in output and "not finite on rank 1 (microbatch 2)" in output
+    assert output.count("WARNING") == 1
+
+
+def test_an_overflow_of_a_static_scale_names_it(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --fp16 --loss-scale 1e30 --save {tmp_path} --save-interval 100"
+    (output,) = run_ranks(output_with_spoiled_loss, 1, flags, None, range(0), 1.0)
+    assert "gradients are not on rank 0" in output and "lower --loss-scale than 1e+30" in output
+
+
+def test_a_run_without_any_update_ends_with_a_warning(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --fp16 --train-iters 3 --save {tmp_path} --save-interval 100"
+    (output,) = run_ranks(output_with_spoiled_loss, 1, flags, None, range(0), 1.0)
+    assert "WARNING: none of the 3 steps of this run changed the weights" in output
+    assert "went from 4.29497e+09 to 1.07374e+09" in output and "--initial-loss-scale" in output
+
+
+def test_evaluation_is_the_same_in_every_layout_and_changes_nothing(tmp_path: Path) -> None:
+    """Also in ZeRO stages, whose weights stay gathered after a forward without backward; a save follows at once."""
+    # the first step's rate is 0: at iteration 1 all layouts have the same weights, though not the same dropout
+    common = f"{LLAMA} --hidden-dropout 0.1 --lr 1e-2 --lr-warmup-iters 2 --save-interval 2 --train-iters 4"
+    found: dict[tuple[str, str], Path] = {}
+    first_losses: list[float] = []
+    for world, layout in ((1, ""), (2, "--ulysses-size 2 --zero-stage 3"), (2, "--zero-stage 2"),
+                          (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+                          (2, "--pipeline-model-parallel-size 2")):
+        for evaluating in ("--eval-iters 0", "--eval-iters 2 --eval-interval 1"):
+            directory = tmp_path / f"{layout}{evaluating}".replace(" ", "")
+            assert run_ranks(train, world, f"{common} {layout} {evaluating} --save {directory}") == [""] * world
+            found[layout, evaluating[:14]] = directory
+        quiet, busy = found[layout, "--eval-iters 0"], found[layout, "--eval-iters 2"]
+        assert steps(quiet, "lm_loss", "grad_norm") == steps(busy, "lm_loss", "grad_norm")
+        for name in ("iter_0000002", "iter_0000004"):       # the first is saved right after an evaluation
+            left, right = full_tensors(quiet / name), full_tensors(busy / name)
+            assert left.keys() == right.keys()
+            assert all(torch.equal(left[key], right[key]) for key in left)
+        rows = [row for row in read_metrics(busy / "metrics.jsonl") if "valid_loss" in row]
+        assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+        assert "test_loss" in rows[-1] and "test_loss" not in rows[0]
+        assert len({row["valid_loss"] for row in rows}) == 4
+        first_losses.append(rows[0]["valid_loss"])
+    assert first_losses == pytest.approx([first_losses[0]] * len(first_losses), rel=1e-6)
+
+
+def kill_when_evaluating(flags: str, rank: int) -> str:
+    """Send this process SIGTERM in the second evaluation batch of one rank."""
+    import contextlib
+    import io
+    import time
+
+    from megatron_sp.config.load import load_run
+    from megatron_sp.runtime import Environment
+    from megatron_sp.train.setup import pretrain
+    from megatron_sp.train.signals import StopSignals
+    from tests.helpers.configs import TRAINING
+
+    original, count = Engine.evaluate, [0]
+
+    def evaluate(self: Engine, microbatches: Any) -> Any:
+        count[0] += 1
+        if count[0] == 2 and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, microbatches)
+
+    Engine.evaluate = evaluate  # type: ignore[method-assign]
+    run, _ = load_run([*TRAINING, *flags.split()], dist.get_world_size())
+    me, output = dist.get_rank(), io.StringIO()
+    with contextlib.redirect_stdout(output):
+        pretrain(run, Environment(me, dist.get_world_size(), me, launched=True), StopSignals((signal.SIGTERM,)),
+                 started=time.monotonic())
+    return output.getvalue()
+
+
+def test_a_signal_to_one_rank_during_evaluation_saves_and_ends_all(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --eval-iters 1000 --eval-interval 3 --save {tmp_path} --save-interval 100"
+    output, silent = run_ranks(kill_when_evaluating, 2, flags, 1)
+    assert silent == ""
+    assert complete_iterations(tmp_path) == [3]
+    assert "exiting at iteration 3: asked to by a signal to another rank" in output
+    assert "validation loss" not in output
+
+
+def train_with_unequal_memory(flags: str) -> str:
+    from megatron_sp.train.report import recorder as observe
+
+    observe.peak_memory = lambda device: 1000 + dist.get_rank()
+    return train(flags)
+
+
+def test_memory_is_the_largest_ranks_and_the_last_save_is_timed(tmp_path: Path) -> None:
+    flags = f"{LLAMA} --save {tmp_path} --save-interval 4 --log-interval 3 --timing-log-level 1"
+    assert run_ranks(train_with_unequal_memory, 2, flags) == ["", ""]
+    *logged, end = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["iteration"], row["peak_memory_bytes"]) for row in logged] == [(3, 1001), (6, 1001)]
+    assert [{"save", "datasets"} & row["times_ms"].keys() for row in logged] == [{"datasets"}, {"save"}]
+    assert end["iteration"] == 8 and {"batch", "save"} <= end["times_at_end_ms"].keys()
+
+
+@pytest.mark.parametrize("flags, last", [
+    ("--train-iters 8 --exit-interval 3 --save-interval 100", 3),
+    ("--train-iters 8 --save-interval 100", 8),
+    ("--train-iters 8 --train-tokens 1300 --save-interval 100", 6),      # 256 tokens a step
+    ("--train-iters 8 --exit-duration-in-mins 0.00001 --save-interval 100", 1),
+])
+def test_ends(tmp_path: Path, flags: str, last: int) -> None:
+    assert run_ranks(train, 2, f"{LLAMA} {flags} --save {tmp_path}") == ["", ""]
+    assert complete_iterations(tmp_path) == [last]
+    assert steps(tmp_path, "iteration")[-1] == (last,)

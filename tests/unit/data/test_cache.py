@@ -1,0 +1,91 @@
+"""The index cache: complete or absent, reused, keyed by everything it depends on."""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_sp.config.schema import Data
+from megatron_sp.data.build import build_datasets
+from megatron_sp.data.gpt_dataset import GPTDataset
+from megatron_sp.data.index_cache import IndexCache
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.errors import DataError
+from tests.unit.data.test_indexed import SET_A, write
+
+
+def entries(directory: str | os.PathLike[str]) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if not name.endswith(".lock"))
+
+
+def test_the_second_time_nothing_is_built(tmp_path):
+    cache, built = IndexCache(str(tmp_path / "cache")), []
+
+    def build() -> dict[str, np.ndarray]:
+        built.append(1)
+        return {"x": np.arange(5), "empty": np.zeros((0, 2))}
+
+    for _ in range(2):
+        arrays = cache.get({"a": 1}, build)
+        assert isinstance(arrays["x"], np.memmap) and arrays["x"].tolist() == [0, 1, 2, 3, 4]
+    assert len(built) == 1
+    cache.get({"a": 2}, build)
+    assert len(built) == 2 and len(entries(tmp_path / "cache")) == 2
+
+
+def test_a_build_that_stops_halfway_leaves_no_entry(tmp_path):
+    cache = IndexCache(str(tmp_path))
+
+    def stop() -> dict[str, np.ndarray]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.get({"a": 1}, stop)
+    (tmp_path / ".building-left-by-a-kill").mkdir()
+    assert cache.get({"a": 1}, lambda: {"x": np.ones(1)})["x"].tolist() == [1.0]
+
+
+def test_the_key_covers_what_the_order_depends_on(tmp_path):
+    cache, indexed = IndexCache(str(tmp_path / "cache")), IndexedDataset(SET_A)
+    variants: list[dict[str, Any]] = [dict(), dict(seed=2), dict(seq_length=32), dict(num_samples=2000),
+                                      dict(document_ids=np.arange(40)), dict(document_ids=np.array([1, 5, 7]))]
+    for count, change in enumerate(variants, 1):
+        arguments: dict[str, Any] = dict(indexed=indexed, document_ids=np.arange(48), num_samples=100, seq_length=64,
+                                         seed=1) | change
+        cached = GPTDataset(**arguments, cache=cache)
+        fresh = GPTDataset(**arguments)
+        assert len(entries(tmp_path / "cache")) == count
+        assert np.array_equal(cached.shuffle_index, fresh.shuffle_index)
+        assert np.array_equal(cached.window(3, 0, 9), fresh.window(3, 0, 9))
+    GPTDataset(indexed, np.arange(48), 101, 64, 1, cache=cache)  # as many epochs: the same order
+    assert len(entries(tmp_path / "cache")) == len(variants)
+    other = write(tmp_path / "x", [[1] * 1000] * 48)
+    GPTDataset(other, np.arange(48), 100, 64, 1, cache=cache)
+    assert len(entries(tmp_path / "cache")) == len(variants) + 1
+
+
+def test_places_of_the_cache(tmp_path):
+    write(tmp_path / "x", [[1, 2, 3, 4, 5]] * 10)
+    path = (str(tmp_path / "x"),)
+    build_datasets(Data(seq_length=4, data_path=path, split="100"), None, (5, 0, 0), 1)
+    assert len(entries(tmp_path / "cache" / "megatron_sp")) == 1
+    build_datasets(Data(seq_length=4, data_path=path, split="100", data_cache_path=str(tmp_path / "other")), None,
+                   (5, 0, 0), 1)
+    assert len(entries(tmp_path / "other")) == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="--data-cache-path"):
+        build_datasets(Data(seq_length=4, data_path=path, split="100", data_cache_path=str(tmp_path / "file")), None,
+                       (5, 0, 0), 1)
+    # Beside the data it is only a convenience.
+    assert IndexCache(str(tmp_path / "file" / "cache")).get({}, lambda: {"x": np.ones(2)})["x"].tolist() == [1, 1]
+
+
+def test_a_damaged_entry_is_named(tmp_path):
+    cache = IndexCache(str(tmp_path))
+    cache.get({"a": 1}, lambda: {"x": np.arange(100)})
+    [entry] = entries(tmp_path)
+    for content in (b"", b"nonsense", (tmp_path / entry / "x.npy").read_bytes()[:200]):
+        (tmp_path / entry / "x.npy").write_bytes(content)
+        with pytest.raises(DataError, match=entry):
+            cache.get({"a": 1}, lambda: {"x": np.arange(100)})

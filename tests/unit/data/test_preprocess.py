@@ -1,0 +1,179 @@
+"""Tokenizers and preprocessing in one process; see tests/integration for the tool itself."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_sp.config.schema import Data
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.preprocess import Job, Summary, preprocess, read_batches
+from megatron_sp.data.tokenizer import build_tokenizer
+from megatron_sp.errors import DataError
+from tests.unit.data.test_indexed import FIXTURES, checksums, digest
+
+ODD = FIXTURES / "jsonl" / "odd.jsonl"
+SPM = FIXTURES / "tok" / "spm_bpe_4k.model"
+
+
+def gpt2_data() -> Data:
+    folder = FIXTURES / "tok" / "gpt2"
+    return Data(tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"),
+                merge_file=str(folder / "merges.txt"))
+
+
+def spm_data(kind: str = "GPTSentencePieceTokenizer") -> Data:
+    return Data(tokenizer_type=kind, tokenizer_model=str(SPM))
+
+
+def null_job(skip: bool = False) -> Job:
+    return Job(Data(tokenizer_type="NullTokenizer"), 100, ("text",), True, skip)
+
+
+@pytest.mark.parametrize("name, data, vocab_size, source, keys, eod", [
+    ("gpt2_odd_eod", gpt2_data(), 0, "odd", ("text",), True),
+    ("gpt2_odd", gpt2_data(), 0, "odd", ("text",), False),
+    ("gpt2_two_keys_eod", gpt2_data(), 0, "odd", ("text", "title"), True),
+    ("spmbpe_odd_eod", spm_data(), 0, "odd", ("text",), True),
+    ("null_65499_eod", Data(tokenizer_type="NullTokenizer"), 65499, "nulltok", ("text",), True),
+    ("null_65500_eod", Data(tokenizer_type="NullTokenizer"), 65500, "nulltok", ("text",), True),
+])
+def test_output_has_megatrons_bytes(tmp_path, name, data, vocab_size, source, keys, eod):
+    preprocess([str(FIXTURES / "jsonl" / f"{source}.jsonl")], str(tmp_path / name),
+               Job(data, vocab_size, keys, eod), workers=1)
+    for key in keys:
+        for ending in ("bin", "idx"):
+            file = f"{name}_{key}_document.{ending}"
+            assert digest(tmp_path / file) == checksums()[file], file
+
+
+def write_lines(path: Path, lines: list[bytes]) -> str:
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+BAD_LINES = {
+    "malformed JSON": b'{"text": "1 2"',
+    "no key 'text'": b'{"texts": "1"}',
+    "'text' is not a string": b'{"text": 5}',
+    "invalid UTF-8": b'{"text": "\xff"}',
+    "not a JSON object": b'[1]',
+    "'text' has a lone surrogate": b'{"text": "a \\ud800 b"}',
+    "refused by the tokenizer": b'{"text": "1 two"}',
+    "malformed JSON ": b'{"text": "1 \x00 2"}',
+}
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_a_bad_line_is_named_or_skipped(tmp_path, reason):
+    source = write_lines(tmp_path / "in.jsonl", [b'{"text": "1 2"}', b"", BAD_LINES[reason], b'{"text": "3"}'])
+    with pytest.raises(DataError, match=rf"in.jsonl, line 3: {reason.strip()}"):
+        preprocess([source], str(tmp_path / "out"), null_job(), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    summary = preprocess([source], str(tmp_path / "out"), null_job(skip=True), 1)
+    assert summary.documents == 2 and dict(summary.skipped) == {reason.strip(): 1}
+    assert summary.first_skipped[reason.strip()].endswith("in.jsonl, line 3")
+    assert IndexedDataset(tmp_path / "out_text_document").lengths.tolist() == [3, 2]
+
+
+def test_an_escaped_pair_of_surrogates_is_a_character(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [json.dumps({"text": "\N{GRINNING FACE}"}).encode()])
+    preprocess([source], str(tmp_path / "out"), Job(spm_data(), 0, ("text",), False), 1)
+    tokens = IndexedDataset(tmp_path / "out_text_document").get(0).tolist()
+    assert build_tokenizer(spm_data()).decode(tokens) == "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize("lines, lengths, documents", [
+    ([b'{"text": ""}', b'{"text": "1"}'], [2], 2), ([b'{"text": "1"}', b'{"text": ""}', b'{"text": "2"}'], [2, 2], 3),
+    ([b'{"text": "1"}', b'{"text": ""}'], [2], 2), ([b'{"text": ""}', b'{"text": " "}'], [], 2),
+])
+def test_empty_documents_are_counted(tmp_path, lines, lengths, documents):
+    summary = preprocess([write_lines(tmp_path / "in.jsonl", lines)], str(tmp_path / "out"), null_job(), 1)
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert dataset.lengths.tolist() == lengths and dataset.num_documents == documents
+    assert summary.empty["text"] == documents - len(lengths)
+
+
+def test_input_without_documents_is_refused(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(b"\n\n")
+    with pytest.raises(DataError, match="no documents"):
+        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), null_job(), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_gz_files_and_many_inputs(tmp_path):
+    for place in range(3):
+        with gzip.open(tmp_path / f"{place}.jsonl.gz", "wb") as file:
+            file.write(b'{"text": "%d"}\n' % place)
+    paths = [str(tmp_path / f"{place}.jsonl.gz") for place in range(3)]
+    seen: list[int] = []
+
+    def progress(batch: object, summary: Summary) -> None:
+        seen.append(summary.documents)
+
+    preprocess(paths, str(tmp_path / "out"), null_job(), 1, progress)
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert [dataset.get(i).tolist() for i in range(3)] == [[0, 99], [1, 99], [2, 99]] and seen == [1, 2, 3]
+    broken = tmp_path / "broken.jsonl.gz"
+    broken.write_bytes(Path(paths[0]).read_bytes()[:-6])
+    with pytest.raises(DataError, match="broken.jsonl.gz"):
+        preprocess([str(broken)], str(tmp_path / "no"), null_job(), 1)
+
+
+def test_batches_keep_line_numbers_and_account_for_every_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_sp.data.preprocess.BATCH_LINES", 3)
+    source = write_lines(tmp_path / "in.jsonl", [b"%d" % number for number in range(1, 11)])
+    batches = list(read_batches([source]))
+    assert [batch.first for batch in batches] == [1, 4, 7, 10]
+    assert all(int(line) == batch.first + place for batch in batches for place, line in enumerate(batch.lines))
+    assert sum(batch.bytes_read for batch in batches) == Path(source).stat().st_size
+
+
+def test_gpt2_round_trip_and_special_token():
+    tokenizer = build_tokenizer(gpt2_data())
+    assert (tokenizer.eod, tokenizer.vocab_size) == (50256, 50257)
+    for line in ODD.read_text("utf-8").splitlines():
+        text = json.loads(line)["text"]
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and tokenizer.encode_batch([text]) == [ids]
+    assert tokenizer.encode("<|endoftext|>") == [50256]
+
+
+def test_sentencepiece_keeps_every_byte():
+    tokenizer = build_tokenizer(spm_data("SentencePieceTokenizer"))
+    assert (tokenizer.eod, tokenizer.vocab_size) == (2, 4096)
+    for text in ("\N{GRINNING FACE} x", "\u65e5\u672c\u8a9e", "a  b", "line\nline", "caf\u00e9"):
+        ids = tokenizer.encode(text)
+        assert 0 not in ids and tokenizer.decode(ids) == text
+    assert build_tokenizer(spm_data("Llama2Tokenizer")).encode("a") == [1] + tokenizer.encode("a")
+
+
+def test_null_tokenizer():
+    tokenizer = build_tokenizer(Data(tokenizer_type="NullTokenizer"), 10)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (10, 9)
+    assert tokenizer.encode(" 3 9  1") == [3, 9, 1] and tokenizer.decode([3, 9]) == "3 9"
+    for bad in ("10", "-1", "x"):
+        with pytest.raises(DataError):
+            tokenizer.encode(bad)
+
+
+@pytest.mark.parametrize("data, match", [
+    (Data(), "--vocab-file"), (Data(vocab_file="/nowhere/v.json"), "--vocab-file /nowhere/v.json"),
+    (Data(vocab_file=str(ODD), merge_file=str(ODD)), "odd.jsonl"),
+    (Data(tokenizer_type="SentencePieceTokenizer"), "--tokenizer-model"),
+    (Data(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(ODD)), "not a SentencePiece model"),
+    (Data(tokenizer_type="HFTokenizer"), "--tokenizer-model"),
+    (Data(tokenizer_type="NullTokenizer"), "--vocab-size"), (Data(tokenizer_type="Best"), "choose one of"),
+])
+def test_tokenizer_errors_name_flag_and_file(data, match):
+    with pytest.raises(DataError, match=match):
+        build_tokenizer(data)
+
+
+def test_packing_dtype_matches_vocabulary(tmp_path):
+    job = Job(Data(tokenizer_type="NullTokenizer"), 70000, ("text",), True)
+    preprocess([write_lines(tmp_path / "in.jsonl", [b'{"text": "65999"}'])], str(tmp_path / "out"), job, 1)
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert dataset.dtype == np.int32 and dataset.get(0).tolist() == [65999, 69999]

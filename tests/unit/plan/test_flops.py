@@ -1,0 +1,97 @@
+"""FLOPs counted by hand, product by product."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_sp.config.schema import Model
+from megatron_sp.plan.flops import Repeats, SequenceFlops, repeats_of, sequence_flops
+from megatron_sp.proof.reference import random_weights
+from megatron_sp.proof.steps import batch, step_in_layout
+from tests.helpers.configs import STYLES, tiny_run
+from tests.helpers.trace import fake_world
+
+#: 8 query heads and 2 key/value heads of width 10 (not hidden / heads), SwiGLU.
+LLAMA = Model(num_layers=3, hidden_size=64, num_attention_heads=8, num_query_groups=2, kv_channels=10,
+              ffn_hidden_size=96, activation="swiglu", vocab_size=1000, padded_vocab_size=1024)
+
+
+def weights(flops: SequenceFlops) -> float:
+    """All products with weights."""
+    return flops.projections + flops.mlp + flops.output
+
+
+def test_every_matrix_product() -> None:
+    s = 128
+    per_layer = 2 * s * (64 * 80 + 64 * 20 + 64 * 20     # q, k, v
+                         + 80 * 64                       # output projection
+                         + 64 * 96 + 64 * 96 + 96 * 64)  # gate, up, down
+    output = 2 * s * 64 * 1000                           # real rows only
+    scores_and_values = 2 * (2 * s * s * 10) * 8         # two products a head
+    flops = sequence_flops(LLAMA, s)
+    assert flops.projections + flops.mlp + flops.output == 3 * per_layer + output
+    assert flops.attention == 3 * scores_and_values
+    assert flops.train(causal="full") == 3 * (3 * per_layer + output + 3 * scores_and_values)
+    assert flops.train() == 3 * (3 * per_layer + output) + 3 * 3 * scores_and_values / 2
+    # recomputation repeats the layers' forward, not the output layer's
+    again = flops.train(repeats=Repeats(1, 1, 1)) - flops.train()
+    assert again == 3 * per_layer + 3 * scores_and_values / 2
+
+
+def test_without_a_gate_there_are_two_matrices() -> None:
+    gelu = Model(num_layers=1, hidden_size=4, num_attention_heads=1, num_query_groups=1, kv_channels=4,
+                 ffn_hidden_size=16, vocab_size=10)
+    assert weights(sequence_flops(gelu, 1)) == 2 * (4 * 4 * 4 + 2 * 4 * 16 + 10 * 4)
+
+
+def test_key_value_heads_count_however_few_they_are() -> None:
+    """An integer division of groups makes their products vanish in some tools."""
+    def model(groups: int) -> Model:
+        return Model(num_layers=1, hidden_size=64, num_attention_heads=8, num_query_groups=groups, kv_channels=8,
+                     ffn_hidden_size=96, activation="swiglu", vocab_size=1000)
+
+    for groups in (1, 2, 4, 8):
+        without = 2 * (64 * 64 + 64 * 64 + 3 * 64 * 96 + 1000 * 64)
+        assert weights(sequence_flops(model(groups), 1)) - without == 2 * 2 * (64 * 8 * groups)
+        assert sequence_flops(model(groups), 16).attention == 4 * 64 * 16**2     # does not depend on them
+
+
+def test_the_width_of_the_feed_forward_layer_is_the_given_one() -> None:
+    """4 h is assumed in some tools."""
+    narrow, wide = (Model(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=4, kv_channels=16,
+                          ffn_hidden_size=f, activation="swiglu", vocab_size=10) for f in (100, 172))
+    assert weights(sequence_flops(wide, 1)) - weights(sequence_flops(narrow, 1)) == 2 * 2 * 3 * 64 * 72
+
+
+def test_the_count_knows_nothing_of_padding_and_layout() -> None:
+    padded = Model(num_layers=3, hidden_size=64, num_attention_heads=8, num_query_groups=2, kv_channels=10,
+                   ffn_hidden_size=96, activation="swiglu", vocab_size=1000, padded_vocab_size=4096)
+    assert sequence_flops(padded, 128) == sequence_flops(LLAMA, 128)
+
+
+def products(flags: str) -> float:
+    """FLOPs of the products with weights that a step really makes."""
+    run = tiny_run([*SIZES.split(), *flags.split()])
+    with fake_world(1), FlopCounterMode(display=False) as counter:
+        step_in_layout(run, random_weights(run), *batch(run))
+    return sum(count for operator, count in counter.get_flop_counts()["Global"].items() if str(operator) == "aten.mm")
+
+
+FULL = "--recompute-granularity full"
+SELECTIVE = "--recompute-granularity selective"
+UNITS = "--recompute-num-layers 2"
+TILES, GROUPS = "--mlp-tile-size 16", "--attention-head-groups 2"
+SIZES = STYLES["eight_heads"].replace("--num-layers 2", "--num-layers 4") + " --make-vocab-size-divisible-by 1"
+
+
+@pytest.mark.parametrize("flags", [
+    "", FULL, SELECTIVE, f"{FULL} --recompute-method block --recompute-num-layers 1", f"{FULL} {UNITS}",
+    TILES, GROUPS, f"{TILES} {GROUPS}", f"{FULL} {TILES}", f"{SELECTIVE} {TILES}", f"{FULL} {GROUPS}",
+    f"{FULL} {TILES} {GROUPS}", f"{FULL} {TILES} {UNITS}", f"{FULL} {GROUPS} {UNITS}"])
+def test_what_is_computed_again_is_counted(flags: str) -> None:
+    run = tiny_run([*SIZES.split(), *flags.split()])
+    flops, repeats = sequence_flops(run.model, run.data.seq_length), repeats_of(run)
+    # torch's counter does not know the product that adds to the output layer's gradient in place
+    counted = 2 * flops.output + (3 + repeats.projections) * flops.projections + (3 + repeats.mlp) * flops.mlp
+    assert products(flags) == pytest.approx(run.train.global_batch_size * counted, rel=1e-12)

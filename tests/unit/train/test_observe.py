@@ -1,0 +1,227 @@
+"""Log line and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_sp.config.schema import Logging
+from megatron_sp.errors import ConfigError
+from megatron_sp.train.report.metrics_file import MetricsFile, read_metrics
+from megatron_sp.train.report.recorder import Interval, Recorder, StepReport, log_line
+from megatron_sp.train.report.trackers import check_trackers
+from tests.helpers.configs import tiny_run
+
+STEP = StepReport(iteration=8, consumed_samples=64, consumed_tokens=4096, first_sample=56, global_batch_size=8,
+                  lm_loss=4.123456, grad_norm=1.2344, learning_rate=1e-4, step_time=0.0123, num_tokens=512,
+                  loss_scale=1.0)
+
+
+def interval_of(*steps: StepReport) -> Interval:
+    interval = Interval()
+    for step in steps:
+        interval.add(step)
+    return interval
+
+
+def test_the_line_people_grep() -> None:
+    assert log_line(STEP, interval_of(STEP), 100) == (
+        " iteration        8/     100 | consumed samples:           64 | elapsed time per iteration (ms): 12.3 | "
+        "learning rate: 1.000000E-04 | global batch size:     8 | lm loss: 4.123456E+00 | loss scale: 1.0 | "
+        "grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 |")
+
+
+def test_throughput_is_shown_when_asked() -> None:
+    speed = {"tokens_per_s": 1234.5, "tflops_per_device": 12.34}
+    line = log_line(STEP, interval_of(STEP), 100, speed=speed)
+    assert "| throughput per GPU (TFLOP/s/GPU): 12.3 | tokens per second: 1234 | learning rate" in line
+    line = log_line(STEP, interval_of(STEP), 100, speed=speed | {"mfu": 0.4127, "hfu": 0.55})
+    assert "| tokens per second: 1234 | MFU: 41.3% | HFU: 55.0% | learning rate" in line
+
+
+def test_speed_is_the_same_for_any_split_of_the_sequence(tmp_path: Path) -> None:
+    """Tokens/s of the run; TFLOP/s of a device: sequence-parallel ranks are in the denominator once."""
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --device-peak-tflops 1e-6"
+    found = []
+    for world, layout in ((1, ""), (2, "--ulysses-size 2"), (2, "--tensor-model-parallel-size 2"), (2, "")):
+        run = tiny_run(f"{model} {layout} --recompute-granularity full".split(), world)
+        found.append(Recorder(run, torch.device("cpu"), start_iteration=0, is_writer=False).speed(4, 0.5))
+    # per sequence of 64, forward: 2 x 64 x (4 x 8 x 8 + 2 x 8 x 32 + 97 x 8) + the causal half of 4 x 8 x 64^2
+    layers, output, attention = 2 * 64 * (4 * 8 * 8 + 2 * 8 * 32), 2 * 64 * 97 * 8, 2 * 8 * 64**2
+    flops = 3 * (layers + output + attention)
+    assert found[0]["tokens_per_s"] == 512
+    assert found[0]["tflops_per_device"] == pytest.approx(8 * flops / 1e12)
+    assert found[0]["mfu"] == pytest.approx(8 * flops / 1e6)
+    last = 2 * 64 * 8 * 32  # of a recomputed layer's products the last is not made again
+    assert found[0]["hfu"] == pytest.approx(8 * (flops + layers - last + attention) / 1e6)
+    for other in found[1:]:
+        assert other["tokens_per_s"] == 512 and other["mfu"] == pytest.approx(found[0]["mfu"] / 2)
+
+
+def test_named_validation_sets_are_logged_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = recorder_in(tmp_path)
+    recorder.evaluation({"valid": 2.5, "valid/code": 2.0, "valid/books": 3.0}, 4, 32, 2048)
+    recorder.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (row["valid_loss"], row["valid_loss/code"], row["valid_loss/books"]) == (2.5, 2.0, 3.0)
+    assert row["valid_ppl/code"] == pytest.approx(math.exp(2))
+    assert "validation code loss at iteration 4 | lm loss value: 2.000000E+00" in capsys.readouterr().out
+
+
+def test_the_line_averages_over_the_interval_and_leaves_out_skipped_steps() -> None:
+    skipped = replace(STEP, lm_loss=math.inf, skipped=True, step_time=0.0323)
+    line = log_line(STEP, interval_of(replace(STEP, lm_loss=2.0), skipped, replace(STEP, lm_loss=3.0)), 100)
+    assert "lm loss: 2.500000E+00" in line
+    assert "number of skipped iterations:   1" in line
+    assert "(ms): 19.0" in line
+
+
+def recorder_in(directory: Path, flags: str = "", start: int = 0) -> Recorder:
+    run = tiny_run(f"--num-layers 1 --hidden-size 8 --num-attention-heads 1 --save {directory} --save-interval 9 "
+                   f"--log-interval 2 {flags}".split())
+    return Recorder(run, torch.device("cpu"), start_iteration=start, is_writer=True)
+
+
+def test_metrics_hold_the_steps_own_values_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = recorder_in(tmp_path)
+    for iteration in (1, 2, 3, 4):
+        recorder.step(replace(STEP, iteration=iteration, lm_loss=1 / iteration), 4)
+    recorder.evaluation({"valid": 2.0, "test": 3.0}, 4, 32, 2048)
+    recorder.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [2, 4, 4]
+    assert rows[1]["lm_loss"] == 1 / 4
+    assert {"iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate",
+            "global_batch_size", "step_time_ms", "tokens_per_s", "loss_scale", "skipped",
+            "peak_memory_bytes"} <= rows[0].keys()
+    assert rows[0]["tokens_per_s"] == 512 / 0.0123
+    assert rows[2]["valid_loss"] == 2.0 and rows[2]["test_loss"] == 3.0
+    assert rows[2]["valid_ppl"] == pytest.approx(math.exp(2))
+    out = capsys.readouterr().out
+    assert len(re.findall(r"iteration +\d+/ +4 \|", out)) == 2
+    assert "validation loss at iteration 4 | lm loss value: 2.000000E+00" in out
+
+
+def test_a_rank_that_does_not_write_leaves_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tiny_run(f"--num-layers 1 --hidden-size 8 --num-attention-heads 1 --save {tmp_path} --save-interval 9 "
+                   "--log-interval 1".split())
+    recorder = Recorder(run, torch.device("cpu"), start_iteration=0, is_writer=False)
+    recorder.step(STEP, 8)
+    recorder.evaluation({"valid": 1.0}, 8, 64, 4096)
+    recorder.close()
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
+
+
+def test_resume_keeps_the_rows_up_to_its_iteration(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 2, "valid_loss": 1}\n{"iteration": 3}\n{"iter')
+    metrics = MetricsFile(tmp_path, start_iteration=2)
+    metrics.write({"iteration": 3, "lm_loss": math.nan})
+    metrics.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"iteration": 1}, {"iteration": 2}, {"iteration": 2, "valid_loss": 1}, {"iteration": 3, "lm_loss": None}]
+
+
+def test_a_fresh_run_sets_older_metrics_aside(tmp_path: Path) -> None:
+    for number in range(3):
+        metrics = MetricsFile(tmp_path, start_iteration=0)
+        metrics.write({"iteration": number})
+        metrics.close()
+    assert {path.name: read_metrics(path)[0]["iteration"] for path in tmp_path.iterdir()} == {
+        "metrics.1.jsonl": 0, "metrics.2.jsonl": 1, "metrics.jsonl": 2}
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install tensorboard") as raised:
+        check_trackers(Logging(tensorboard_dir="tb", wandb_project="p"))
+    assert "pip install wandb" in str(raised.value)
+    check_trackers(Logging())
+
+
+def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points: dict[tuple[str, int], float] = {}
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    class Writer:
+        def __init__(self, directory: str, **_: object):
+            self.close = lambda: None
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            points[name, step] = value
+
+    class Wandb(ModuleType):
+        def init(self, **settings: object) -> Wandb:
+            assert settings["project"] == "p" and settings["name"] == "n"
+            return self
+
+        def log(self, row: dict[str, float], step: int) -> None:
+            logged.append((step, row))
+
+        def finish(self, exit_code: int) -> None:
+            logged.append((-1, {"exit_code": exit_code}))
+
+    tensorboard = ModuleType("torch.utils.tensorboard")
+    tensorboard.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setitem(sys.modules, "wandb", Wandb("wandb"))
+    recorder = recorder_in(tmp_path, "--tensorboard-dir tb --log-validation-ppl-to-tensorboard --wandb-project p "
+                                     "--wandb-exp-name n --log-memory-to-tensorboard --log-timers-to-tensorboard "
+                                     "--timing-log-level 1")
+    ticks = iter((0, 3, 3, 8, 8, 15, 15, 17))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    for iteration in (1, 2):
+        with recorder.timers("batch"):
+            pass
+        recorder.step(replace(STEP, iteration=iteration, consumed_samples=8 * iteration), 2)
+        with recorder.timers("save", occasional=True):
+            pass
+    recorder.evaluation({"valid": 2.0}, 2, 16, 1024)
+    recorder.flush(2, 16)
+    recorder.close()
+    assert (points["batch-time", 1], points["batch-time", 2]) == (3, 7)      # each step's own
+    assert points["save-time", 2] == 2 and ("save-time", 1) not in points
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[0]["times_ms"] == {"batch": 5000, "save": 5000}
+    assert rows[2]["times_at_end_ms"] == {"save": 2000}
+    assert points["lm loss", 1] == points["lm loss", 2] == points["lm loss vs samples", 16] == 4.123456
+    assert points["lm loss validation vs samples", 16] == points["lm loss validation", 2] == 2.0
+    assert points["lm loss validation ppl", 2] == pytest.approx(math.exp(2))
+    names = {name for name, _ in points}
+    assert {"learning-rate", "grad-norm", "batch-size", "loss-scale", "peak-memory-bytes"} <= names
+    assert [step for step, _ in logged] == [2, 2, 2, -1]
+    assert logged[0][1]["lm_loss"] == 4.123456 and logged[1][1]["valid_loss"] == 2.0
+
+
+@pytest.mark.parametrize("flags, more", [
+    ("", set()), ("--timing-log-level 1", set()), ("--log-world-size-to-tensorboard", {"world-size"}),
+    ("--log-throughput", {"throughput", "tokens-per-s"}),
+    ("--timing-log-level 1 --log-timers-to-tensorboard", {"batch-time"})])
+def test_tensorboard_gets_throughput_and_times_when_asked(tmp_path: Path, flags: str, more: set[str]) -> None:
+    points: dict[str, float] = {}
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            points[name] = value
+
+    recorder = recorder_in(tmp_path, flags)
+    recorder.tensorboard = Writer()
+    with recorder.timers("batch"):
+        pass
+    recorder.step(STEP, 8)
+    assert {name for name in points if " vs " not in name} == {
+        "lm loss", "learning-rate", "grad-norm", "batch-size", "iteration-time", "loss-scale", "skipped", "nan",
+        "consumed-tokens", *more}
+    if "throughput" in more:
+        assert points["tokens-per-s"] == 512 / 0.0123
+        assert points["throughput"] == recorder.speed(8, 0.0123)["tflops_per_device"] > 0
