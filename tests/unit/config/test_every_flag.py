@@ -151,6 +151,7 @@ BECOMES = {
     "parallel.sequence_split": "parallel.ulysses",
     "parallel.devices_per_node": "parallel.ring",           # by way of the split
     "precision.bf16": "precision.dtype",
+    "model.kv_channels": "model.head_dim",
 }
 #: Other such fields -> why that is right.
 NOT_READ = {
