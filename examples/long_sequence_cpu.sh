@@ -13,7 +13,7 @@
 #   DRY_RUN=1     print the training command, do nothing
 #   VENV, PYTHON  see tools/make_venv.sh            (default: .venv, python3)
 #
-# Memory (docs/memory.md): the loss and the feed-forward layer go through the tokens in tiles, attention goes
+# Memory (docs/background/memory.md): the loss and the feed-forward layer go through the tokens in tiles, attention goes
 # through its heads in two groups, and each layer keeps only its inputs. The C library is told to give
 # large blocks back at once (MALLOC_MMAP_THRESHOLD_): otherwise freed blocks below 32 MiB stay resident.
 set -euo pipefail

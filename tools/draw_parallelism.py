@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/parallelism.md, one per axis.
+"""Draw the pictures of docs/background/parallelism.md, one per axis.
 
 Each shows the grid of what is split (tokens, heads, columns, layers, samples) with a colour per rank.
 """

@@ -1,4 +1,4 @@
-"""Write docs/flags.md: every flag, read off the configuration and its tables.
+"""Write docs/reference/flags.md: every flag, read off the configuration and its tables.
 
 Run it after changing a flag: ``python tools/make_flag_docs.py``.
 """
@@ -30,7 +30,7 @@ all problems of a command line are reported together.
 
 
 def render() -> str:
-    """The text of docs/flags.md."""
+    """The text of docs/reference/flags.md."""
     parts = [INTRO]
     options = list(schema_options().values())
     for section, cls in sections().items():
@@ -98,4 +98,4 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
-    (ROOT / "docs" / "flags.md").write_text(render(), encoding="utf-8")
+    (ROOT / "docs" / "reference" / "flags.md").write_text(render(), encoding="utf-8")

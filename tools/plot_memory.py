@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Draw planned memory by component over sequence length, or set the plan beside published measurements.
 
-    python tools/plot_memory.py                          the picture of docs/memory.md
+    python tools/plot_memory.py                          the picture of docs/background/memory.md
     python tools/plot_memory.py --gpus 16 --limit 40     other devices
-    python tools/plot_memory.py --published              the table of docs/memory.md (Markdown)
+    python tools/plot_memory.py --published              the table of docs/background/memory.md (Markdown)
 
 Needs no torch: see ``megatron_sp.plan.memory``.
 """

@@ -1,1 +1,1 @@
-"""Checkpoints: complete or absent, independent of the layout; see docs/checkpoints.md."""
+"""Checkpoints: complete or absent, independent of the layout; see docs/reference/checkpoints.md."""

@@ -1,4 +1,4 @@
-"""Save and load checkpoints, all ranks together; see docs/checkpoints.md for the format.
+"""Save and load checkpoints, all ranks together; see docs/reference/checkpoints.md for the format.
 
 Whatever goes wrong on one rank is raised on every rank, so that none is left waiting.
 """

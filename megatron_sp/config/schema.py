@@ -5,7 +5,7 @@ other spellings), ``checks.py`` checks the values, ``resolve.py`` fills in what 
 default of 0 (or "") that the help text calls "default: ..." means *derive it*; after
 ``resolve`` no such hole is left. Imports no torch, so that a wrong flag is reported at once.
 
-Words and letters: see docs/parallelism.md. Degrees end in ``_size`` on the command line and
+Words and letters: see docs/background/parallelism.md. Degrees end in ``_size`` on the command line and
 carry the axis name here (``tp``, ``pp``, ``ulysses``, ``ring``).
 """
 

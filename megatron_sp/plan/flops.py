@@ -1,4 +1,4 @@
-"""Floating-point operations of the model, counted exactly. Pure; see docs/flops.md for the conventions.
+"""Floating-point operations of the model, counted exactly. Pure; see docs/background/flops.md for the conventions.
 
 Letters: s sequence, h hidden, f feed-forward width, A = query heads x head width, K = key/value
 heads x head width, L layers, V vocabulary (unpadded: the number must not depend on the layout).

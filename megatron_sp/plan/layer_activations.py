@@ -1,6 +1,6 @@
 """Activations of one layer: what its forward keeps for backward, and what its backward needs at its peaks.
 
-Each term is a tensor of the code in ``model/`` and ``parallel/``; docs/memory.md has the formulas in prose.
+Each term is a tensor of the code in ``model/`` and ``parallel/``; docs/background/memory.md has the formulas in prose.
 All figures are bytes on one rank.
 """
 

@@ -1,4 +1,4 @@
-"""Sizes of one rank: tokens, heads, widths and parameters. Pure; letters as in docs/parallelism.md."""
+"""Sizes of one rank: tokens, heads, widths and parameters. Pure; letters as in docs/background/parallelism.md."""
 
 from __future__ import annotations
 

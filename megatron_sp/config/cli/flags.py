@@ -268,7 +268,8 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Pretrain a GPT or Llama type model on long sequences.\n"
                     "Underscores and hyphens are alike, a repeated flag's last value counts, whole numbers may be\n"
-                    "written 1_000_000 or 1e6. docs/flags.md also lists the accepted hints and the refused flags.")
+                    "written 1_000_000 or 1e6. docs/reference/flags.md also lists the accepted hints and the refused "
+                    "flags.")
     groups = {}
     for section, cls in sections().items():
         groups[section] = parser.add_argument_group((cls.__doc__ or section).splitlines()[0].rstrip("."))

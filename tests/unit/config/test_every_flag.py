@@ -185,8 +185,8 @@ def fields_read() -> tuple[set[str], set[str]]:
 
 @functools.cache
 def documentation() -> tuple[str, str]:
-    """The text of ``--help``, and of docs/flags.md."""
-    return build_parser().format_help(), (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    """The text of ``--help``, and of docs/reference/flags.md."""
+    return build_parser().format_help(), (ROOT / "docs" / "reference" / "flags.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("words, expected", CASES, ids=[words for words, _ in CASES])

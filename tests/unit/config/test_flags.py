@@ -325,7 +325,7 @@ def test_help_exits(capsys):
 def test_docs_are_up_to_date():
     from tools.make_flag_docs import ROOT, render
 
-    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == render(), (
+    assert (ROOT / "docs" / "reference" / "flags.md").read_text(encoding="utf-8") == render(), (
         "run: python tools/make_flag_docs.py")
 
 
