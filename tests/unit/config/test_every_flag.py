@@ -144,7 +144,7 @@ SETS = """
 
 CASES = [tuple(line.rsplit(maxsplit=1)) for line in SETS.strip().splitlines()]
 
-#: Fields that nothing outside of config/ and the parts of layout/ that only derive other fields reads -> the field that follows from them there, and is read.
+#: Field that only config/ (or layout/, while it derives other fields) reads -> the derived field that the rest reads.
 BECOMES = {
     "model.make_vocab_size_divisible_by": "model.padded_vocab_size",
     "parallel.layers_per_virtual_stage": "parallel.stages_per_rank",
