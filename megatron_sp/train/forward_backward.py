@@ -28,16 +28,14 @@ class Engine:
     Args:
         model: a GPT; its FSDP modules, if any, reduce gradients by summing.
         mesh: where the model lives.
+        timers: measure forward, backward and the sum of gradients.
         zero_stage: 0 and 1 sum gradients over ranks at the last microbatch, 2 and 3 at each.
         sum_copies: every rank holds a whole copy outside FSDP, whose gradients are summed after the last.
     """
 
-    def __init__(self, model: nn.Module, mesh: ParallelMesh, *, zero_stage: int, sum_copies: bool):
-        self.sum_copies = sum_copies
-        self.model = model
-        self.mesh = mesh
-        self.zero_stage = zero_stage
-        self.timers = Timers()
+    def __init__(self, model: nn.Module, mesh: ParallelMesh, timers: Timers, *, zero_stage: int, sum_copies: bool):
+        self.model, self.mesh, self.timers = model, mesh, timers
+        self.zero_stage, self.sum_copies = zero_stage, sum_copies
         self.microbatch_losses: list[torch.Tensor] = []
 
     def forward_backward(self, microbatches: Sequence[Microbatch], denominator: torch.Tensor | float) -> torch.Tensor:
@@ -97,7 +95,6 @@ class PipelineEngine:
     def __init__(self, model: Stages, mesh: ParallelMesh, *, schedule: str, sum_copies: bool):
         self.model, self.mesh, self.sum_copies = model, mesh, sum_copies
         self.denominator: torch.Tensor | float = 1.0
-        self.timers = Timers()      # forward and backward are one in a schedule
         self.runner = PipelineRunner(model, schedule, mesh, self._loss)
         self.microbatch_losses: list[torch.Tensor] = []
 
@@ -141,10 +138,16 @@ def _joined(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Ten
     return tokens, labels, {"positions": positions, "sample_ids": sample_ids, "labels": labels}, len(microbatches)
 
 
-def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh) -> Engine | PipelineEngine:
-    """The engine of a run's model."""
+def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh,
+                 timers: Timers | None = None) -> Engine | PipelineEngine:
+    """Build the engine that fits the model: an accumulation loop, or a pipeline schedule.
+
+    Args:
+        timers: measure forward and backward; default: nothing is measured. A pipeline schedule mixes forward and
+            backward of different microbatches, so nothing is measured inside it.
+    """
     parallel = run.parallel
     sum_copies = parallel.fsdp > 1 and not uses_fsdp(run)
     if isinstance(model, Stages):
         return PipelineEngine(model, mesh, schedule=parallel.pipeline_schedule, sum_copies=sum_copies)
-    return Engine(model, mesh, zero_stage=parallel.zero_stage, sum_copies=sum_copies)
+    return Engine(model, mesh, timers or Timers(), zero_stage=parallel.zero_stage, sum_copies=sum_copies)

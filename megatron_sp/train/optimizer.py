@@ -42,7 +42,7 @@ def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
                              eps=flags.adam_eps, fused=True)
 
 
-def settle_gradients(model: nn.Module) -> None:
+def finalize_gradients(model: nn.Module) -> None:
     """Check that every parameter has a gradient, and add up those left as parts of a sum over tp.
 
     FSDP adds them itself; without FSDP (nothing to shard) they arrive here as partial DTensors.
@@ -134,7 +134,7 @@ def clip_grad_norm(model: nn.Module, clip: float, mesh: ParallelMesh) -> torch.T
     Returns:
         The norm before clipping, fp64 scalar, equal on every rank.
     """
-    settle_gradients(model)
+    finalize_gradients(model)
     norm = mesh.sum_over(squared_norm(model, mesh), "world").sqrt()
     scale_gradients(model, clip_factor(float(norm), clip))
     return norm

@@ -18,6 +18,7 @@ from megatron_sp.errors import CheckpointError, ConfigError
 from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.runtime import Environment, start, stop
 from megatron_sp.train.report.recorder import Recorder
+from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.schedule import Schedule
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.state import TrainState
@@ -94,27 +95,25 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
 
     from megatron_sp.model.build import build_model, kernels_in_words
     from megatron_sp.parallel.mesh import ParallelMesh
-    from megatron_sp.train.forward_backward import build_engine
-    from megatron_sp.train.health.loss_scale import LossScaler
-    from megatron_sp.train.optimizer import build_optimizer
+    from megatron_sp.train.train_step import TrainStep
     from megatron_sp.train.trainer import Trainer
 
     mesh = ParallelMesh.build(run.parallel, device)
     model = build_model(run, mesh)
-    optimizer = build_optimizer(run, model)
-    engine = build_engine(run, model, mesh)
-    scaler, schedule, state = LossScaler(run.precision), Schedule.of(run), TrainState()
+    timers = Timers(run.logging.timing_log_level, device)
+    step, state = TrainStep.build(run, model, mesh, timers), TrainState()
     notes: list[str] = []
     if run.checkpoint.load:
-        saved = load(run, model, optimizer)
+        saved = load(run, model, step.optimizer)
         notes = resume_notes(run, saved)
         if saved is not None:
             state = TrainState.from_dict(saved["train"])
-            if scale_note := scaler.load_state_dict(saved["loss_scaler"]):
+            if scale_note := step.scaler.load_state_dict(saved["loss_scaler"]):
                 notes.append(scale_note)
             if not run.train.skip_train:
-                schedule = reconcile(schedule, Schedule.from_dict(saved["schedule"]), run)
-    recorder = Recorder(run, device, start_iteration=state.iteration, is_writer=mesh.global_rank == 0)
+                schedule = reconcile(step.schedule, Schedule.from_dict(saved["schedule"]), run)
+                step = replace(step, schedule=schedule)
+    recorder = Recorder(run, device, timers, start_iteration=state.iteration, is_writer=mesh.global_rank == 0)
     for note in notes:
         recorder.say(note)
     try:
@@ -128,8 +127,7 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
                  f"{run.model.padded_vocab_size:,}); {world} rank{'s' if world > 1 else ''}: {layout_in_words(run)}")
     recorder.say(kernels_in_words(run, device))
     recorder.progress(f"started at iteration {state.iteration}, {state.consumed_samples} samples")
-    return Trainer(run, mesh, model, engine, optimizer, schedule, scaler, readers, state, recorder, signals,
-                   started=started)
+    return Trainer(run, step, readers, state, recorder, signals, started=started)
 
 
 def load(run: Run, model: Any, optimizer: Any) -> dict[str, Any] | None:

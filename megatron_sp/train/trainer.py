@@ -7,34 +7,28 @@ so that they always agree.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import BatchReader
 from megatron_sp.errors import TrainingError
 from megatron_sp.layout.batch_size import BatchSize
-from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.progress import progress_bar
-from megatron_sp.train.forward_backward import Engine, PipelineEngine
 from megatron_sp.train.garbage import GarbageCollection
 from megatron_sp.train.health.diagnose import describe_failure
 from megatron_sp.train.health.failures import Failures
-from megatron_sp.train.health.loss_scale import LossScaler
 from megatron_sp.train.health.replicas import check_replicas
-from megatron_sp.train.optimizer import clip_factor, num_zeros, scale_gradients, settle_gradients, squared_norm
 from megatron_sp.train.report.optimizer_states import optimizer_statistics
 from megatron_sp.train.report.profile import StepProfiler
 from megatron_sp.train.report.recorder import Recorder, StepReport
-from megatron_sp.train.schedule import Schedule
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.state import TrainState
+from megatron_sp.train.train_step import StepTotals, TrainStep
 
 
 @dataclass
@@ -52,38 +46,27 @@ class Readers:
         return [reader for reader in readers if reader is not None]
 
 
-class Totals(NamedTuple):
-    """The world's sums of one step."""
-
-    loss: float          # mean loss per valid token of the global batch
-    grad_norm: float     # before clipping
-    stop: float          # ranks that were sent a signal
-    out_of_time: float   # ranks whose time is up
-    zeros: float         # zeros in the gradient
-    squared_weights: float
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
 class Trainer:
     """Trains a model that is set up (see ``setup.build_trainer``).
 
     Args:
+        run: the resolved configuration.
+        step: model, optimizer and what else makes one step.
+        readers: where batches come from.
+        state: the counters to go on from; updated in place.
+        recorder: writes what the training reports.
+        signals: whether this process was asked to stop.
         started: ``time.monotonic()`` at the program's start, for ``--exit-duration-in-mins``.
     """
 
-    def __init__(self, run: Run, mesh: ParallelMesh, model: nn.Module, engine: Engine | PipelineEngine,
-                 optimizer: torch.optim.Optimizer, schedule: Schedule, scaler: LossScaler, readers: Readers,
-                 state: TrainState, recorder: Recorder, signals: StopSignals, *, started: float):
-        self.run, self.mesh, self.model, self.engine, self.optimizer = run, mesh, model, engine, optimizer
-        self.schedule, self.scaler, self.readers, self.state = schedule, scaler, readers, state
+    def __init__(self, run: Run, step: TrainStep, readers: Readers, state: TrainState, recorder: Recorder,
+                 signals: StopSignals, *, started: float):
+        self.run, self.step, self.readers, self.state = run, step, readers, state
         self.recorder, self.signals, self.started = recorder, signals, started
-        self.engine.timers = recorder.timers
-        self.failures = Failures(run, scaler, state)
+        self.mesh, self.model = step.mesh, step.model
+        self.failures = Failures(run, step.scaler, state)
         self.garbage = GarbageCollection(run.train.manual_gc, run.train.manual_gc_interval)
-        self.profiler = StepProfiler(run, mesh.global_rank, mesh.device)
+        self.profiler = StepProfiler(run, self.mesh.global_rank, self.mesh.device)
         self.batch_size = BatchSize.of(run)
         self.last_iteration = run.train.train_iters or state.iteration + self.batch_size.iterations(
             state.consumed_samples, run.train.train_samples)
@@ -116,7 +99,7 @@ class Trainer:
                 self._give_up(error)
             if self._is_due(self.run.train.check_replicas):
                 with self.recorder.timers("check-replicas", occasional=True):
-                    check_replicas(self.model, self.mesh, self.state.iteration, self.optimizer)
+                    check_replicas(self.model, self.mesh, self.state.iteration, self.step.optimizer)
             self.garbage.after_step(self.state.iteration)
             if self.is_finished():
                 break
@@ -163,47 +146,23 @@ class Trainer:
             assert self.readers.train is not None
             batches = self.readers.train.read(first_sample, samples, self.run.train.micro_batch_size)
             local = [batch.to(self.mesh.device) for batch in batches]      # each holds this rank's s/sp tokens
-        with timers("forward-backward"):
-            num_valid = self.mesh.sum_over(sum(batch.num_valid for batch in local), "fsdp")
-            # loss scale and 1/N are one factor; a batch without any valid token has loss 0
-            loss = self.engine.forward_backward(local, num_valid.clamp(min=1) / self.scaler.scale)
-        scale = self.scaler.scale
-        with timers("optimizer"):
-            totals = self._agree(loss, scale)
-            lr = self.schedule.apply(self.optimizer, state.scheduler_samples)
-            if totals.is_finite:
-                scale_gradients(self.model, clip_factor(totals.grad_norm, self.run.optimizer.clip_grad) / scale)
-                self.optimizer.step()
-            else:
-                self._say_if_any(self.failures.account(
-                    totals.loss, totals.grad_norm, lambda: describe_failure(self.model, self.engine.microbatch_losses)))
-            self.optimizer.zero_grad()
-            self.scaler.update(overflow=not totals.is_finite)
+        totals = self.step.compute_gradients(local, votes=self._stop_votes)
+        if not totals.is_finite:
+            self._say_if_any(self.failures.account(
+                totals.loss, totals.grad_norm,
+                lambda: describe_failure(self.model, self.step.engine.microbatch_losses)))
+        lr = self.step.update(totals, state.scheduler_samples)
         tokens = samples * self.run.data.seq_length
-        state.advance(samples, tokens, updated=totals.is_finite)
+        state.advance(samples, tokens, updated=totals.allows_update)
         self._note_stop(totals)
+        dynamic = self.step.scaler.dynamic
         return StepReport(
             iteration=state.iteration, consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens, first_sample=first_sample, global_batch_size=samples,
             lm_loss=totals.loss, grad_norm=totals.grad_norm, learning_rate=lr,
-            step_time=time.perf_counter() - start, num_tokens=tokens, loss_scale=scale,
-            skipped=not totals.is_finite and self.scaler.dynamic,
-            nan=not totals.is_finite and not self.scaler.dynamic, extra=self._extra(totals))
-
-    def _agree(self, loss: torch.Tensor, scale: float) -> Totals:
-        """Sum this step's numbers over the world: the one reduction all decisions come from."""
-        settle_gradients(self.model)
-        flags = self.run.logging
-        minutes = self.run.train.exit_duration_in_mins
-        out_of_time = 0 < minutes * 60 < time.monotonic() - self.started
-        zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        shares = torch.stack([
-            loss.double() / self.mesh.size("tp"),                          # equal on all tp ranks
-            squared_norm(self.model, self.mesh), zero + bool(self.signals), zero + out_of_time,
-            num_zeros(self.model, self.mesh) if flags.log_num_zeros_in_grad else zero,
-            squared_norm(self.model, self.mesh, of_gradients=False) if flags.log_params_norm else zero])
-        loss_sum, squares, stop, late, zeros, weights = self.mesh.sum_over(shares, "world").tolist()
-        return Totals(loss_sum / scale, math.sqrt(squares) / scale, stop, late, zeros, weights)
+            step_time=time.perf_counter() - start, num_tokens=tokens, loss_scale=totals.loss_scale,
+            skipped=not totals.is_finite and dynamic, nan=not totals.is_finite and not dynamic,
+            extra=self._extra(totals))
 
     def _give_up(self, error: str) -> NoReturn:
         """End the run on all ranks; a series of skipped steps is worth a checkpoint, the counters are in it."""
@@ -211,21 +170,27 @@ class Trainer:
             self.save()
         raise TrainingError(error)
 
-    def _note_stop(self, totals: Totals) -> None:
-        if totals.stop:
+    def _stop_votes(self) -> tuple[float, float]:
+        """Whether this rank was sent a signal, and whether its time is up."""
+        limit = 60 * self.run.train.exit_duration_in_mins
+        return float(bool(self.signals)), float(0 < limit < time.monotonic() - self.started)
+
+    def _note_stop(self, totals: StepTotals) -> None:
+        stop, out_of_time = totals.votes
+        if stop:
             self.stop_reason = f"asked to by {self.signals.received or 'a signal to another rank'}"
-        elif totals.out_of_time:
+        elif out_of_time:
             self.stop_reason = f"--exit-duration-in-mins {self.run.train.exit_duration_in_mins:g} are over"
 
-    def _extra(self, totals: Totals) -> dict[str, float]:
+    def _extra(self, totals: StepTotals) -> dict[str, float]:
         extra = {}
         if self.run.logging.log_num_zeros_in_grad:
-            extra["num_zeros"] = totals.zeros
+            extra["num_zeros"] = totals.num_zeros
         if self.run.logging.log_params_norm:
-            extra["params_norm"] = math.sqrt(totals.squared_weights)
+            extra["params_norm"] = totals.params_norm
         logging = self.run.logging
         if logging.log_optimizer_states_to_tensorboard and self._is_due(logging.tensorboard_log_interval):
-            extra |= optimizer_statistics(self.model, self.optimizer, self.mesh)
+            extra |= optimizer_statistics(self.model, self.step.optimizer, self.mesh)
         return extra
 
     # ---------------------------------------------------------------- between steps
@@ -262,7 +227,7 @@ class Trainer:
         hidden = None if self.recorder.is_writer else True       # None: shown on a terminal only
         for index in progress_bar(range(train.eval_iters), desc=f"evaluating ({name})", leave=False, disable=hidden):
             batches = reader.read(index * self.batch_size.last, self.batch_size.last, train.micro_batch_size)
-            loss_sum, num_valid = self.engine.evaluate([batch.to(device) for batch in batches])
+            loss_sum, num_valid = self.step.engine.evaluate([batch.to(device) for batch in batches])
             # the loss is on all tp ranks of the last stage, the count on all ranks that share a sequence's part
             tp, pp = self.mesh.size("tp"), self.mesh.size("pp")
             share = torch.tensor([0.0, num_valid / (tp * pp), bool(self.signals)], dtype=torch.float64, device=device)
@@ -281,10 +246,10 @@ class Trainer:
         from megatron_sp.checkpoint.store import save_checkpoint
 
         start = time.perf_counter()
-        plain = {"train": self.state.to_dict(), "seed": self.run.train.seed, "schedule": self.schedule.to_dict(),
-                 "loss_scaler": self.scaler.state_dict()}
+        plain = {"train": self.state.to_dict(), "seed": self.run.train.seed, "schedule": self.step.schedule.to_dict(),
+                 "loss_scaler": self.step.scaler.state_dict()}
         with self.recorder.timers("save", occasional=True):
-            path = save_checkpoint(directory, self.state.iteration, self.model, self.optimizer, plain, self.run)
+            path = save_checkpoint(directory, self.state.iteration, self.model, self.step.optimizer, plain, self.run)
         self.saved_iteration = self.state.iteration
         self.recorder.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
         self.recorder.progress(f"saved iteration {self.state.iteration}, {self.state.consumed_samples} samples")

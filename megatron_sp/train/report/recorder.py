@@ -110,14 +110,14 @@ class Recorder:
     """Writes what the trainer reports.
 
     Args:
+        timers: what the trainer and its engine measure; their times are reported with the steps.
         start_iteration: 0 for a fresh run, else where it resumed.
         is_writer: whether this rank writes (rank 0); the others only keep time.
     """
 
-    def __init__(self, run: Run, device: torch.device, *, start_iteration: int, is_writer: bool):
-        self.run, self.device, self.is_writer = run, device, is_writer
+    def __init__(self, run: Run, device: torch.device, timers: Timers, *, start_iteration: int, is_writer: bool):
+        self.run, self.device, self.timers, self.is_writer = run, device, timers, is_writer
         self.interval = Interval()
-        self.timers = Timers(run.logging.timing_log_level, device)
         flops = sequence_flops(run.model, run.data.seq_length)
         self.flops, self.hardware_flops = flops.train(), flops.train(repeats=repeats_of(run))
         self.peak = peak_tflops(run, device)

@@ -208,15 +208,15 @@ def test_from_the_default_scale_30_overflows_in_a_row_stop_too(tmp_path: Path) -
 
 def output_with_overflowing_gradients(flags: str) -> str:
     """The run's output when every backward gives infinities at any loss scale, and losses are fine."""
-    from megatron_sp.train import trainer
+    from megatron_sp.train import train_step
 
-    original = trainer.settle_gradients
+    original = train_step.finalize_gradients
 
-    def settle(model: torch.nn.Module) -> None:
+    def spoiled(model: torch.nn.Module) -> None:
         original(model)
         next(p.grad for p in model.parameters() if p.grad is not None).fill_(float("inf"))
 
-    trainer.settle_gradients = settle  # type: ignore[assignment]
+    train_step.finalize_gradients = spoiled  # type: ignore[assignment]
     return "".join(train_and_tell(flags))
 
 

@@ -18,9 +18,11 @@ from megatron_sp.config.schema import Logging
 from megatron_sp.errors import ConfigError
 from megatron_sp.train.report.metrics_file import MetricsFile, read_metrics
 from megatron_sp.train.report.recorder import Interval, Recorder, StepReport, log_line
+from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.report.trackers import check_trackers
 from tests.helpers.configs import tiny_run
 
+CPU = torch.device("cpu")
 STEP = StepReport(iteration=8, consumed_samples=64, consumed_tokens=4096, first_sample=56, global_batch_size=8,
                   lm_loss=4.123456, grad_norm=1.2344, learning_rate=1e-4, step_time=0.0123, num_tokens=512,
                   loss_scale=1.0)
@@ -54,7 +56,7 @@ def test_speed_is_the_same_for_any_split_of_the_sequence(tmp_path: Path) -> None
     found = []
     for world, layout in ((1, ""), (2, "--ulysses-size 2"), (2, "--tensor-model-parallel-size 2"), (2, "")):
         run = tiny_run(f"{model} {layout} --recompute-granularity full".split(), world)
-        found.append(Recorder(run, torch.device("cpu"), start_iteration=0, is_writer=False).speed(4, 0.5))
+        found.append(Recorder(run, CPU, Timers(), start_iteration=0, is_writer=False).speed(4, 0.5))
     # per sequence of 64, forward: 2 x 64 x (4 x 8 x 8 + 2 x 8 x 32 + 97 x 8) + the causal half of 4 x 8 x 64^2
     layers, output, attention = 2 * 64 * (4 * 8 * 8 + 2 * 8 * 32), 2 * 64 * 97 * 8, 2 * 8 * 64**2
     flops = 3 * (layers + output + attention)
@@ -88,7 +90,7 @@ def test_the_line_averages_over_the_interval_and_leaves_out_skipped_steps() -> N
 def recorder_in(directory: Path, flags: str = "", start: int = 0) -> Recorder:
     run = tiny_run(f"--num-layers 1 --hidden-size 8 --num-attention-heads 1 --save {directory} --save-interval 9 "
                    f"--log-interval 2 {flags}".split())
-    return Recorder(run, torch.device("cpu"), start_iteration=start, is_writer=True)
+    return Recorder(run, CPU, Timers(run.logging.timing_log_level, CPU), start_iteration=start, is_writer=True)
 
 
 def test_metrics_hold_the_steps_own_values_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +116,7 @@ def test_metrics_hold_the_steps_own_values_in_full(tmp_path: Path, capsys: pytes
 def test_a_rank_that_does_not_write_leaves_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny_run(f"--num-layers 1 --hidden-size 8 --num-attention-heads 1 --save {tmp_path} --save-interval 9 "
                    "--log-interval 1".split())
-    recorder = Recorder(run, torch.device("cpu"), start_iteration=0, is_writer=False)
+    recorder = Recorder(run, CPU, Timers(run.logging.timing_log_level, CPU), start_iteration=0, is_writer=False)
     recorder.step(STEP, 8)
     recorder.evaluation({"valid": 1.0}, 8, 64, 4096)
     recorder.close()

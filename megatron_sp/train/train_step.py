@@ -1,0 +1,176 @@
+"""One training step: gradients of a global batch, one reduction over all ranks, clipping, update of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megatron_sp.config.schema import Run
+from megatron_sp.data.batch import Microbatch
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.train.forward_backward import Engine, PipelineEngine, build_engine
+from megatron_sp.train.health.loss_scale import LossScaler
+from megatron_sp.train.optimizer import (
+    build_optimizer,
+    clip_factor,
+    finalize_gradients,
+    num_zeros,
+    scale_gradients,
+    squared_norm,
+)
+from megatron_sp.train.report.timers import Timers
+from megatron_sp.train.schedule import Schedule
+
+
+class StepTotals(NamedTuple):
+    """What all ranks know of a step once its gradients are computed; the same numbers on every rank.
+
+    Attributes:
+        loss: mean loss per valid token of the global batch, in nats; NaN when no token is valid.
+        grad_norm: global norm of the gradient of that loss, before clipping and without the loss scale.
+        num_valid: tokens of the global batch whose label counts.
+        loss_scale: the factor that the gradients on the parameters carry until ``TrainStep.update``.
+        num_zeros: zeros in the gradient; 0.0 unless ``TrainStep.counts_zeros``.
+        params_norm: global norm of the weights; 0.0 unless ``TrainStep.measures_weights``.
+        votes: sums over all ranks of the ``votes`` given to ``TrainStep.compute_gradients``.
+    """
+
+    loss: float
+    grad_norm: float
+    num_valid: int
+    loss_scale: float
+    num_zeros: float = 0.0
+    params_norm: float = 0.0
+    votes: tuple[float, ...] = ()
+
+    @property
+    def has_labels(self) -> bool:
+        return self.num_valid > 0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether gradient and loss (of a batch that has one) are finite numbers."""
+        return math.isfinite(self.grad_norm) and (math.isfinite(self.loss) or not self.has_labels)
+
+    @property
+    def allows_update(self) -> bool:
+        return self.has_labels and self.is_finite
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What one training step is made of, and its two halves.
+
+    ``Trainer`` runs every step through this class. A proof or a benchmark runs the same code without data set,
+    checkpoint or log files::
+
+        step = TrainStep.build(run, build_model(run, mesh), mesh)
+        totals = step.compute_gradients(microbatches)      # list[Microbatch]: this rank's part of a global batch
+        ...                                                # look at the gradients here, before clipping
+        learning_rate = step.update(totals, scheduler_samples=0)
+
+    Between the two calls each ``parameter.grad`` holds the gradient of the mean loss per valid token of the global
+    batch, times ``totals.loss_scale``, summed over all ranks and not clipped. Where the parameter is a DTensor the
+    gradient has the same placements, so ``parameter.grad.full_tensor()`` is the whole gradient.
+
+    All ranks call both methods, because both communicate.
+
+    Attributes:
+        model: the model, or this rank's pipeline stages of it.
+        mesh: the mesh that the model lives on.
+        engine: runs forward and backward of the microbatches of ``model``.
+        optimizer: updates the parameters of ``model``.
+        schedule: learning rate and weight decay by number of samples.
+        scaler: the loss scale; constant 1 without fp16.
+        timers: measure the parts of the step.
+        clip_grad: largest global gradient norm; 0 turns clipping off.
+        counts_zeros: whether to count zeros in the gradient.
+        measures_weights: whether to compute the norm of the weights.
+    """
+
+    model: nn.Module
+    mesh: ParallelMesh
+    engine: Engine | PipelineEngine
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    scaler: LossScaler
+    timers: Timers
+    clip_grad: float
+    counts_zeros: bool = False
+    measures_weights: bool = False
+
+    @classmethod
+    def build(cls, run: Run, model: nn.Module, mesh: ParallelMesh, timers: Timers | None = None) -> TrainStep:
+        """Build engine, optimizer, schedule and loss scale as the run's flags say.
+
+        Args:
+            timers: default: measure nothing.
+        """
+        timers = timers or Timers()
+        return cls(model, mesh, build_engine(run, model, mesh, timers), build_optimizer(run, model), Schedule.of(run),
+                   LossScaler(run.precision), timers, clip_grad=run.optimizer.clip_grad,
+                   counts_zeros=run.logging.log_num_zeros_in_grad, measures_weights=run.logging.log_params_norm)
+
+    def compute_gradients(self, microbatches: Sequence[Microbatch],
+                          votes: Callable[[], Sequence[float]] = tuple) -> StepTotals:
+        """Add the gradients of one global batch to the parameters, which hold none before.
+
+        Args:
+            microbatches: this rank's tokens of the global batch, on the model's device.
+            votes: called after backward; returns numbers of this rank that are summed over all ranks in the same
+                reduction (whether the rank was asked to stop, for example).
+
+        Raises:
+            TrainingError: a parameter got no gradient.
+        """
+        scale = self.scaler.scale
+        with self.timers("forward-backward"):
+            num_valid = self.mesh.sum_over(sum(batch.num_valid for batch in microbatches), "fsdp")
+            # One factor divides by the number of valid tokens and multiplies with the loss scale. Without any valid
+            # token all losses are 0, and so are the gradients.
+            loss = self.engine.forward_backward(microbatches, num_valid.clamp(min=1) / scale)
+        with self.timers("optimizer"):
+            return self._reduce(loss, int(num_valid), scale, votes())
+
+    def _reduce(self, loss: torch.Tensor, num_valid: int, scale: float, votes: Sequence[float]) -> StepTotals:
+        """Sum this step's numbers over all ranks: the one reduction that every decision is taken from."""
+        finalize_gradients(self.model)
+        zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        shares = torch.stack([
+            loss.double() / self.mesh.size("tp"),                          # equal on all tp ranks
+            squared_norm(self.model, self.mesh),
+            num_zeros(self.model, self.mesh) if self.counts_zeros else zero,
+            squared_norm(self.model, self.mesh, of_gradients=False) if self.measures_weights else zero,
+            *(zero + vote for vote in votes)])
+        loss_sum, squared_gradients, zeros, squared_weights, *sums = self.mesh.sum_over(shares, "world").tolist()
+        return StepTotals(
+            loss=loss_sum / scale if num_valid else math.nan, grad_norm=math.sqrt(squared_gradients) / scale,
+            num_valid=num_valid, loss_scale=scale, num_zeros=zeros, params_norm=math.sqrt(squared_weights),
+            votes=tuple(sums))
+
+    def update(self, totals: StepTotals, scheduler_samples: float) -> float:
+        """Update the weights with the gradients they hold, then clear the gradients.
+
+        The weights stay as they are when loss or gradients are not finite, or when no token of the batch had a label.
+
+        Args:
+            totals: of ``compute_gradients``.
+            scheduler_samples: samples of earlier steps that updated the weights; the schedule depends on them.
+
+        Returns:
+            the learning rate of this step
+        """
+        with self.timers("optimizer"):
+            learning_rate = self.schedule.apply(self.optimizer, scheduler_samples)
+            if totals.allows_update:
+                scale_gradients(self.model, clip_factor(totals.grad_norm, self.clip_grad) / totals.loss_scale)
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            if totals.has_labels or not totals.is_finite:
+                self.scaler.update(overflow=not totals.is_finite)
+        return learning_rate
