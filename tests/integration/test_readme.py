@@ -1,4 +1,4 @@
-"""What the documents show is run: the README's recipes; and version and requirements agree."""
+"""The commands that README and tutorial show run: blocks marked ``bash`` as they stand; ``sh`` marks fragments."""
 
 from __future__ import annotations
 
@@ -13,18 +13,45 @@ import pytest
 from tests.integration.programs import ROOT, run_program
 
 
-def test_recipes_run_and_agree(tmp_path: Path) -> None:
-    [recipes] = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
-    (tmp_path / "run.sh").write_text("set -euo pipefail\n" + recipes.replace("torchrun ", "torchrun --standalone "))
-    done = run_program("bash", "run.sh", cwd=tmp_path, timeout=280, OMP_NUM_THREADS="1",
+def run_blocks(document: str, directory: Path, timeout: float) -> str:
+    """Run all ``bash`` blocks of a document as one script, beside a small ``corpus.jsonl``; return what they print."""
+    sources = sorted(Path(json.__file__).parent.parent.joinpath("asyncio").glob("*.py"))
+    (directory / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n" for path in sources), encoding="utf-8")
+    for name in ("pretrain_gpt.py", "tools", "megatron_sp"):
+        (directory / name).symlink_to(ROOT / name)
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    torchrun = "torchrun --standalone --local-addr 127.0.0.1 "  # a port of its own; the host's name may not resolve
+    (directory / "run.sh").write_text("set -euo pipefail\n" + "".join(blocks).replace("torchrun ", torchrun))
+    done = run_program("bash", "run.sh", cwd=directory, timeout=timeout, OMP_NUM_THREADS="1",
                        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = [[json.loads(line)["lm_loss"] for line in path.read_text().splitlines()]
-            for path in sorted(tmp_path.glob("metrics*.jsonl"))]
-    assert len(runs) == recipes.count("pretrain_gpt.py") and all(len(losses) == 4 for losses in runs)
-    for losses in runs[1:]:
-        assert losses == pytest.approx(runs[0], rel=1e-5)
+    return done.stdout
+
+
+def test_recipes_run_and_layouts_agree(tmp_path: Path) -> None:
+    printed = run_blocks("README.md", tmp_path, timeout=290)
+    steps = re.findall(r"^\[.*iteration +(\d+)/.*lm loss: (\S+)", printed, re.MULTILINE)
+    layouts, own_data = steps[:20], steps[20:]
+    assert [int(iteration) for iteration, _ in steps] == [1, 2, 3, 4] * 6, "five layouts; two and two steps on own data"
+    losses = [[float(loss) for _, loss in layouts[start:start + 4]] for start in range(0, 20, 4)]
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-5)
+    assert float(own_data[-1][1]) < float(own_data[0][1])
+    assert (tmp_path / "losses.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_own_data_runs(tmp_path: Path) -> None:
+    printed = run_blocks("docs/tutorial/2-own-data.md", tmp_path, timeout=290)
+    assert "iteration        6/" in printed
+    assert json.loads((tmp_path / "eval.json").read_text())
+
+
+def test_shown_output_is_what_the_command_prints() -> None:
+    text = (ROOT / "docs/background/parallelism.md").read_text(encoding="utf-8")
+    [(command, shown)] = re.findall(r"^```console\n\$ python (.*?)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert run_program(sys.executable, *command.split()).stdout == shown
 
 
 def test_version_and_requirements_agree() -> None:

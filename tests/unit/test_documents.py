@@ -1,4 +1,4 @@
-"""The documents name what exists: links, headings, files and programs."""
+"""The documents name what exists: links, headings, files, programs, flags; commands say whether a test runs them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")])
 names = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*[a-z0-9]")
 LINK = re.compile(r"\]\(([^)\s]*)\)")
 QUOTED_PATH = re.compile(r"`(?!runs/|SAVE/)([\w./-]+/[\w.-]+\.(?:py|sh|md|png|txt|toml|json))`")  # runs write those
 PROGRAM = re.compile(r"\b(?:tools|examples|benchmarks|tests|docs/make)/[\w/]+\.(?:py|sh)\b")
+
+#: Flags of programs that are not ours: torchrun, Slurm, pip, Megatron (in the README's comparison).
+FOREIGN_FLAGS = set("""--standalone --nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id
+    --local-addr --shutdown-timeout --signals-to-handle --max-restarts --master-port --master-addr --nodes --signal
+    --ntasks-per-node --gpus-per-node --local-ranks-filter --tee --redirects --log-dir --pid""".split())
+
+
+def flags_in(text: str) -> set[str]:
+    """Return the flags that a text names, with hyphens for underscores."""
+    return {flag.replace("_", "-") for flag in FLAG.findall(text)}
 
 
 def anchors_of(document: Path) -> set[str]:
@@ -42,6 +53,25 @@ def test_named_files_exist(document: Path) -> None:
     for name in {*QUOTED_PATH.findall(text), *PROGRAM.findall(text)}:
         places = [ROOT / name, ROOT / "megatron_sp" / name, document.parent / name]
         assert any(place.exists() for place in places), f"{name} does not exist"
+
+
+@names
+def test_named_flags_exist(document: Path) -> None:
+    """A flag in code is one of pretrain_gpt.py, of a tool, a benchmark or a test, or a known one of another program."""
+    programs = [*ROOT.glob("tools/*.py"), *ROOT.glob("docs/make/*.py"), *ROOT.glob("benchmarks/*.py"),
+                ROOT / "tests/conftest.py", ROOT / "docs/reference/flags.md"]
+    known = {flag for path in programs for flag in flags_in(path.read_text(encoding="utf-8"))} | FOREIGN_FLAGS
+    code = re.findall(r"```.*?^```|`[^`\n]+`", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert {flag for text in code for flag in flags_in(text)} <= known | {"--help"}
+
+
+@names
+def test_shown_commands_say_whether_a_test_runs_them(document: Path) -> None:
+    """A test runs ``bash`` blocks (see test_readme.py); ``sh`` marks a fragment; a block without a mark is output."""
+    text = document.read_text(encoding="utf-8")
+    for mark, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if re.search(r"^(\$ |python |bash |torchrun |srun |\.venv/bin/|pip |git )", block, re.MULTILINE):
+            assert mark in ("bash", "sh", "console"), f"mark this block as bash or sh:\n{block}"
 
 
 def test_the_index_names_every_page() -> None:
