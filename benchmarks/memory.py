@@ -116,7 +116,8 @@ def measure(flags: str, length: int, world: int, scratch: Path) -> dict[str, flo
     words = [str(Path(__file__)), "--child", flags, "--lengths", str(length), "--json", str(scratch)]
     launcher = [sys.executable]
     if world > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+                     "--nproc-per-node", str(world)]
     variables = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144",
                  "MALLOC_ARENA_MAX": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run([*launcher, *words], env={**os.environ, **variables}, text=True, capture_output=True)

@@ -69,7 +69,8 @@ def seconds_to_first_iteration(command: list[str], directory: Path) -> float:
 
 def measure(repeats: int) -> dict[str, list[float]]:
     """Times of both, taken in turn so that a busy machine slows both."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+                "--nproc-per-node", "2"]
     times: dict[str, list[float]] = {"bare": [], "pretrain_gpt": []}
     with tempfile.TemporaryDirectory() as scratch:
         bare = Path(scratch, "bare.py")

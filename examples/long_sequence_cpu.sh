@@ -56,7 +56,7 @@ large=(--hidden-size 256 --ffn-hidden-size 688 --vocab-size 32000 --seq-length "
 tiny=(--hidden-size 64 --ffn-hidden-size 64 --vocab-size 128 --seq-length $((64 * nproc)))
 
 launch=("$python")
-[ "$nproc" -gt 1 ] && launch=("$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc")
+[ "$nproc" -gt 1 ] && launch+=(-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$nproc")
 train=("${launch[@]}" pretrain_gpt.py "${common[@]}" "${memory[@]}")
 
 if [ "${DRY_RUN:-0}" = 1 ]; then

@@ -68,7 +68,7 @@ total=$((done_before + iterations))
 interval=$((iterations >= 4 ? iterations / 4 : 1))
 
 command=(
-    "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" pretrain_gpt.py
+    "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$nproc" pretrain_gpt.py
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --num-key-value-heads 2
     --seq-length "$seq_length" --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --attention-dropout 0 --hidden-dropout 0

@@ -7,95 +7,145 @@ mistake on the command line is reported before anything heavy happens.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import signal
+import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_sp.errors import ConfigError, UserError
+from megatron_sp.errors import ConfigError, PeerLostError, UserError
+from megatron_sp.launchers import Environment, read_environment
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from megatron_sp.config.schema import Parallel
 
 #: What gloo and NCCL say when another rank is gone.
-PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
-                "NCCL communicator was aborted")
-
-
-@dataclass(frozen=True)
-class Environment:
-    """What the launcher says about this process."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    launched: bool = False
-    local_world_size: int = 0  # processes of this node; 0: not known
+PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed",
+                "remote server shutdown", "Broken pipe", "ncclRemoteError", "NCCL communicator was aborted")
+#: Seconds that a failing rank stays, after its message, for the other ranks of its node to report the same mistake.
+SAME_MISTAKE_WINDOW = 1.0
+PR_SET_PDEATHSIG = 1    # linux/prctl.h
 
 
 def launch_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Rank, world size and local rank from torchrun, or one plain process.
+    """Return what the launcher says about this process (see ``launchers.read_environment``).
 
     Raises:
-        ConfigError: some of the variables are set but not all, or they contradict each other.
+        ConfigError: the launcher's variables are incomplete or contradict each other.
     """
-    variables = os.environ if variables is None else variables
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    found = {name: variables[name] for name in names if variables.get(name)}
-    if "RANK" not in found and "WORLD_SIZE" not in found:
-        return Environment()
-    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in found]
-    if missing:
-        raise ConfigError(f"the launcher set {', '.join(found)} but not {', '.join(missing)}; start with torchrun, "
-                          f"or unset {', '.join(found)} for one plain process")
-    try:
-        rank, world = int(found["RANK"]), int(found["WORLD_SIZE"])
-        local = int(found.get("LOCAL_RANK", rank))
-        on_node = int(variables.get("LOCAL_WORLD_SIZE") or 0)
-    except ValueError:
-        raise ConfigError(f"the launcher's variables are not whole numbers: {found}") from None
-    if not 0 <= rank < world:
-        raise ConfigError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world}")
-    return Environment(rank, world, local, launched=True, local_world_size=on_node)
+    return read_environment(os.environ if variables is None else variables)
 
 
-def start(parallel: Parallel, environment: Environment) -> torch.device:
+def start(parallel: Parallel, environment: Environment, stop_asked: object = None) -> torch.device:
     """Join the process group and take a device.
 
-    Without a launcher a group of one is made, so that one process runs the same code as many.
-    A group that exists already is used as it is.
+    One process gets a group of its own, so that it runs the same code as many. A group that exists
+    already is used as it is.
+
+    Args:
+        stop_asked: true once a signal asked the run to stop (``train.signals.StopSignals``).
 
     Returns:
         This rank's device: its GPU with the nccl backend, else the CPU.
+
+    Raises:
+        ConfigError: there is no GPU for this rank, or two ranks would use the same one.
+        PeerLostError: the ranks did not meet.
     """
     import torch
     import torch.distributed as dist
 
     backend = parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl" and not torch.cuda.is_available():
-        raise ConfigError("--distributed-backend nccl needs a GPU and none is visible; leave the flag out or use gloo")
+        raise ConfigError("--distributed-backend nccl needs a GPU and none is visible; leave the flag out or use gloo.")
     device = torch.device("cpu")
     if backend == "nccl":
-        if environment.local_rank >= torch.cuda.device_count():
-            raise ConfigError(f"local rank {environment.local_rank} has no GPU: {torch.cuda.device_count()} visible; "
-                              "start at most one process per GPU or pass --distributed-backend gloo")
-        device = torch.device("cuda", environment.local_rank)
+        device = torch.device("cuda", choose_gpu(environment.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        if environment.launched:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.is_initialized():
+        return device
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    if environment.world_size == 1:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        return device
+    try:
+        with _sigterm_ends_process(stop_asked):
+            store = _meet(environment, timeout)
+            if backend == "nccl":
+                _refuse_shared_gpu(store, str(torch.cuda.get_device_properties(device).uuid))
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=environment.rank,
+                                    world_size=environment.world_size)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise PeerLostError(
+            f"rank {environment.rank} of {environment.world_size} did not meet the other ranks at MASTER_ADDR "
+            f"{environment.address}, MASTER_PORT {environment.port}: {reason}. Another rank may have ended before; its "
+            "message is above or in its log. If the port is in use, choose another one.") from None
     return device
+
+
+def choose_gpu(local_rank: int, visible: int) -> int:
+    """Return the number of this rank's GPU among the visible ones.
+
+    A launcher that shows each task only its own GPU (``srun --gpus-per-task 1``) makes it device 0 for every rank.
+
+    Raises:
+        ConfigError: several GPUs are visible, and fewer than ranks of this node.
+    """
+    if visible == 1:
+        return 0    # a GPU that two ranks were given is refused once they have met
+    if local_rank >= visible:
+        raise ConfigError(f"local rank {local_rank} has no GPU: {visible} are visible. Start at most one process per "
+                          "GPU, or pass --distributed-backend gloo.")
+    return local_rank
+
+
+def _meet(environment: Environment, timeout: timedelta) -> dist.Store:
+    """Return the store through which the ranks find each other.
+
+    torchrun keeps one store over its restarts, and keys of an earlier attempt would be taken for those of this one.
+    So each attempt has a prefix of its own. On several nodes torchrun counts restarts for each node alone; there the
+    numbers may differ, and the store is used as torch would (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in front of
+    torchrun gives each attempt a new store).
+    """
+    import torch.distributed as dist
+
+    holds_store = environment.rank == 0 and not environment.launcher_holds_store
+    store = dist.TCPStore(environment.address, environment.port, environment.world_size, is_master=holds_store,
+                          timeout=timeout, multi_tenant=True)
+    if environment.local_world_size == environment.world_size:
+        return dist.PrefixStore(f"attempt {environment.attempt}", store)
+    return store
+
+
+def _refuse_shared_gpu(store: dist.Store, gpu: str) -> None:
+    """Raise ConfigError on the second rank that was given this GPU; NCCL would fail with less clear words."""
+    if store.add(f"ranks of GPU {gpu}", 1) > 1:
+        raise ConfigError("Two ranks of this node were given the same GPU. Start at most one process per GPU, or pass "
+                          "--distributed-backend gloo.")
+
+
+@contextlib.contextmanager
+def _sigterm_ends_process(stop_asked: object) -> Iterator[None]:
+    """Let SIGTERM end the process at once while the ranks wait for each other.
+
+    Nothing is trained yet, so nothing is lost. When one rank fails before the ranks have met, torchrun sends SIGTERM
+    to the others; a handler that only notes the signal would leave them waiting until torchrun kills them after 30 s.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if stop_asked:
+        signal.raise_signal(signal.SIGTERM)     # it came before
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def join_local_group(rank: int, world_size: int, port: int) -> None:
@@ -116,29 +166,32 @@ def stop() -> None:
 
 
 def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run a program's ``main(argv)`` and exit; a user's mistake is printed once and exits with 2.
+    """Run a program's ``main(argv)`` and exit.
 
-    A rank that another one left behind says so in a line, so that the other's message is not buried.
+    A user's mistake is printed without a traceback and exits with 2; a mistake that several ranks of a node report is
+    printed once. A rank whose collective failed because another rank ended says so in one line, so that the other
+    rank's message is not buried.
     """
+    _end_with_torchrun()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):   # a stream that was replaced by one without an encoding
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # paths may be unprintable
     try:
         code = main(sys.argv[1:]) or 0
     except UserError as error:
-        message = f"{type(error).__name__}: {error}"
-        if _is_first_to_say(message):
-            print(message, file=sys.stderr, flush=True)
+        _say_once(f"{type(error).__name__}: {error}")
         code = error.exit_code
     except KeyboardInterrupt:
-        if _is_first_to_say("interrupted"):
-            print("interrupted", file=sys.stderr, flush=True)
+        _say_once("interrupted")
         code = 128 + signal.SIGINT
     except BrokenPipeError:
         # a reader such as `head` has seen enough; other ranks wait for this one, so let the launcher end them
-        code = 0 if os.environ.get("WORLD_SIZE", "1") == "1" else 128 + signal.SIGPIPE
+        code = 0 if _known_environment().world_size == 1 else 128 + signal.SIGPIPE
     except Exception as error:
-        sign = _lost_peer(error)
-        if sign and os.environ.get("WORLD_SIZE", "1") != "1":
-            print(f"rank {os.environ.get('RANK')} stopped because another rank ended ({sign}); its message is above "
-                  "or in its log", file=sys.stderr, flush=True)
+        environment, sign = _known_environment(), _lost_peer(error)
+        if sign and environment.world_size != 1:
+            print(f"rank {environment.rank} stopped because another rank ended ({sign}); its message is above or "
+                  "in its log", file=sys.stderr, flush=True)
         else:
             sys.excepthook(type(error), error, error.__traceback__)  # here, since what follows leaves at once
         code = 1
@@ -152,6 +205,28 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
     sys.exit(code)
 
 
+def _end_with_torchrun() -> None:
+    """Ask the kernel to kill this rank when torchrun dies.
+
+    Ranks whose torchrun was killed would train and save on, and collide with the restart in the same directory.
+    SIGKILL, because a rank may be in the middle of a step of minutes; checkpoints are complete or absent at any time.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):      # a C library without prctl
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _known_environment() -> Environment:
+    """What the launcher says; a world size of 0 where that cannot be read."""
+    try:
+        return launch_environment()
+    except ConfigError:
+        return Environment(world_size=0)
+
+
 def _lost_peer(error: BaseException | None) -> str:
     """What an error, or one that it was raised from (pipelines wrap theirs), says about a rank that is gone; or ""."""
     seen: list[BaseException] = []      # a chain can be a circle
@@ -163,23 +238,42 @@ def _lost_peer(error: BaseException | None) -> str:
     return ""
 
 
-def _is_first_to_say(message: str) -> bool:
-    """Whether no other rank of this launcher said the same in the last minute.
+def _say_once(message: str) -> None:
+    """Print a message to stderr, unless another rank of this node is just printing the same.
 
-    Most mistakes are seen by all ranks and should be read once; one that a single rank meets (a damaged
-    page of a file, say) must be heard as well. Ranks of a node agree through a file's creation.
+    Most mistakes are seen by all ranks and should be read once; one that a single rank meets (a damaged page of a
+    file, say) must be read too. So the first rank with a message prints it at once, and holds a datagram socket whose
+    abstract name (without a file) stands for the message until every other rank of the node has reported it there,
+    one second at most::
+
+        rank 1:  bind, print | wait ..................... exit
+        rank 0:                  cannot bind: send "." -> exit
+        rank 2:  bind the name of another message, print | wait ...
+
+    The name vanishes with its process, so the same mistake in the next attempt is printed again.
     """
-    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
-        return True
-    attempt = [os.environ.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    digest = hashlib.blake2b(" ".join([*attempt, message]).encode(), digest_size=8).hexdigest()
-    path = os.path.join(tempfile.gettempdir(), f"megatron_sp-{os.getppid()}-{digest}")
-    try:
-        if os.path.exists(path) and time.time() - os.path.getmtime(path) > 60:
-            os.unlink(path)  # of a launcher long gone whose number came round again
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    except OSError:
-        return os.environ["RANK"] == "0"
-    return True
+    environment = _known_environment()
+    if environment.world_size == 1:
+        print(message, file=sys.stderr, flush=True)
+        return
+    start_of_job = (os.getppid(), environment.address, environment.port, environment.attempt)
+    name = f"\0megatron_sp {start_of_job} {zlib.crc32(message.encode(errors='replace'))}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        try:
+            channel.bind(name)
+        except OSError:     # another rank has the name
+            with contextlib.suppress(OSError):      # it has just left: print again rather than not at all
+                channel.sendto(b".", name)
+                return
+        print(message, file=sys.stderr, flush=True)
+        _await_reports(channel, environment.local_world_size - 1)
+
+
+def _await_reports(channel: socket.socket, others: int) -> None:
+    """Wait until ``others`` ranks (if known: 0 or more) have reported the same mistake, or the window is over."""
+    deadline, received = time.monotonic() + SAME_MISTAKE_WINDOW, 0
+    while received != others and (left := deadline - time.monotonic()) > 0:
+        channel.settimeout(left)
+        with contextlib.suppress(OSError):      # nothing came, or the channel is not bound
+            channel.recv(1)
+            received += 1

@@ -43,7 +43,7 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
     run = with_vocab(run, tokenizer.vocab_size)
     if environment.rank == 0:
         publish(run, notes)
-    device = start(run.parallel, environment)
+    device = start(run.parallel, environment, signals)
     trainer = build_trainer(run, tokenizer, device, signals, started=started)
     try:
         trainer.fit()

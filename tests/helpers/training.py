@@ -43,7 +43,7 @@ def train_and_tell(flags: str) -> tuple[str, str]:
     try:
         run, _ = load_run([*TRAINING, "--log-interval", "1", *flags.split()], world)
         with contextlib.redirect_stdout(output), scratch():
-            pretrain(run, Environment(rank, world, rank, launched=True), StopSignals(()), started=time.monotonic())
+            pretrain(run, Environment(rank, world, rank), StopSignals(()), started=time.monotonic())
     except UserError as error:
         return output.getvalue(), f"{type(error).__name__}: {error}"
     return output.getvalue(), ""

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+#: The number of ranks follows. ``--local-addr``, because torchrun looks the host name up, which may not resolve.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+            "--nproc-per-node"]
 
 
 def run_program(*words: object, timeout: float = 120, cwd: Path = ROOT,

@@ -17,12 +17,12 @@ import pytest
 from megatron_sp.checkpoint.files import complete_iterations, read_state
 from megatron_sp.train.report.metrics_file import read_metrics
 from tests.helpers.configs import STYLES, TRAINING
+from tests.integration.programs import TORCHRUN
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "pretrain_gpt.py")
 LLAMA = STYLES["llama"].replace("--num-query-groups", "--num-key-value-heads").split()
 FLAGS = [*TRAINING, *LLAMA, "--log-interval", "1"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def environment() -> dict[str, str]:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.spawn import run_ranks
+from tests.integration.programs import TORCHRUN
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5
@@ -185,5 +186,5 @@ def test_real_launch(world: int, text: str, tmp_path: Path,
                      one_process: Callable[[Sequence[str]], list[dict[str, float]]]) -> None:
     flags = ["--data-path", text]
     layout = {0: "", 2: f"{U2} --zero-stage 3", 4: f"{U2} {TP2} {SP}"}[world]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world else []
-    assert_equal(launch([sys.executable, *torchrun], [*flags, *layout.split()], tmp_path), one_process(flags))
+    launcher = [*TORCHRUN, str(world)] if world else [sys.executable]
+    assert_equal(launch(launcher, [*flags, *layout.split()], tmp_path), one_process(flags))

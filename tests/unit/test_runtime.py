@@ -8,23 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.runtime import Environment, launch_environment
-
-
-def test_no_launcher_is_one_process() -> None:
-    assert launch_environment({}) == Environment(0, 1, 0, launched=False)
-
-
-def test_torchrun() -> None:
-    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-    assert launch_environment(variables) == Environment(3, 4, 1, launched=True)
-
-
-@pytest.mark.parametrize("variables", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"},
-                                       {"RANK": "x", "WORLD_SIZE": "2"}])
-def test_contradictions_are_named(variables: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="RANK"):
-        launch_environment(variables)
+from megatron_sp.runtime import choose_gpu
 
 
 @pytest.mark.parametrize("error, code, said", [
@@ -41,25 +25,52 @@ def test_importing_the_runtime_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_same_mistake_of_two_ranks_is_printed_once_and_another_ones_too() -> None:
-    code = ("import os, sys\nos.environ['RANK'] = sys.argv.pop(1)\nfrom megatron_sp.runtime import run_program\n"
-            "from megatron_sp.errors import DataError\n"
-            "def main(argv):\n    raise DataError(argv[0])\nrun_program(main)")
-    one, other = f"file {id(code)}", f"another file {id(code)}"
-    said = [subprocess.run([sys.executable, "-c", code, rank, message], capture_output=True, text=True).stderr.strip()
-            for rank, message in (("1", one), ("0", one), ("2", other))]
-    assert said == [f"DataError: {one}", "", f"DataError: {other}"]
+FAILS = ("import sys, time\nfrom megatron_sp.runtime import run_program\nfrom megatron_sp.errors import DataError\n"
+         "def main(argv):\n    time.sleep(float(argv[1]))\n    raise DataError(argv[0])\nrun_program(main)")
+MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29711"}
 
 
-@pytest.mark.parametrize("variables", [
-    [{"RANK": "0", "WORLD_SIZE": "1"}] * 2,
-    [{"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": str(count)} for count in range(2)]])
-def test_the_same_mistake_in_the_next_attempt_is_said_again(variables: list[dict[str, str]]) -> None:
-    code = ("from megatron_sp.runtime import run_program\nfrom megatron_sp.errors import DataError\n"
-            f"def main(argv):\n    raise DataError('file {id(variables)} is missing')\nrun_program(main)")
-    for attempt in variables:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | attempt)
-        assert done.returncode == 2 and done.stderr.strip() == f"DataError: file {id(variables)} is missing"
+def fail_together(*mistakes: str, delay: float = 0.0) -> list[str]:
+    """What ranks with these mistakes print; rank r fails ``r delay`` seconds late."""
+    ranks = [subprocess.Popen(
+        [sys.executable, "-c", FAILS, mistake, str(delay * rank)], stderr=subprocess.PIPE, text=True,
+        env=os.environ | MEET | {"RANK": str(rank), "WORLD_SIZE": str(len(mistakes)),
+                                 "LOCAL_WORLD_SIZE": str(len(mistakes))}) for rank, mistake in enumerate(mistakes)]
+    said = [rank.communicate(timeout=60)[1].strip() for rank in ranks]
+    assert {rank.returncode for rank in ranks} == {2}
+    return said
+
+
+def test_ranks_print_the_same_mistake_once_and_different_ones_each() -> None:
+    said = fail_together("file x", "file x", "file y")
+    assert sorted(said) == ["", "DataError: file x", "DataError: file y"]
+    said = fail_together("file x", "file x", delay=0.3)
+    assert said == ["DataError: file x", ""], "the first rank prints, however late the second is"
+
+
+def test_every_attempt_says_why_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for _ in range(2):
+        assert sorted(fail_together("file x", "file x")) == ["", "DataError: file x"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_the_output_cannot_show_is_replaced() -> None:
+    program = ("from megatron_sp.runtime import run_program\n"
+               "def main(argv):\n    print('path \\u03b1 \\udcff')\nrun_program(main)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "path \\u03b1 \\udcff\n", "")
+
+
+@pytest.mark.parametrize("local_rank, visible, gpu", [(0, 8, 0), (3, 8, 3), (3, 1, 0)])
+def test_each_rank_takes_its_gpu_or_the_only_one_it_sees(local_rank: int, visible: int, gpu: int) -> None:
+    assert choose_gpu(local_rank, visible) == gpu
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match="local rank 2 has no GPU: 2 are visible"):
+        choose_gpu(2, 2)
 
 
 def test_a_rank_that_lost_its_peer_does_not_bury_the_peers_message(tmp_path: Path) -> None:
@@ -78,7 +89,7 @@ def test_a_rank_that_lost_its_peer_does_not_bury_the_peers_message(tmp_path: Pat
 
     def run_both(kind: str) -> list[tuple[int, str]]:
         both = [subprocess.Popen([sys.executable, "-c", code, f"file://{tmp_path / kind}", kind], text=True,
-                                 stderr=subprocess.PIPE, env=os.environ | {"RANK": rank, "WORLD_SIZE": "2"})
+                                 stderr=subprocess.PIPE, env=os.environ | MEET | {"RANK": rank, "WORLD_SIZE": "2"})
                 for rank in "01"]
         said = [process.communicate(timeout=60)[1].strip() for process in both]
         return [(process.returncode, text) for process, text in zip(both, said, strict=True)]
@@ -94,6 +105,6 @@ def test_a_rank_that_lost_its_peer_does_not_bury_the_peers_message(tmp_path: Pat
 
 def test_a_closed_pipe_is_a_failure_only_where_other_ranks_wait() -> None:
     code = "from megatron_sp.runtime import run_program\ndef main(argv):\n    raise BrokenPipeError\nrun_program(main)"
-    ends = [subprocess.run([sys.executable, "-c", code], env=os.environ | {"RANK": "0", "WORLD_SIZE": size}).returncode
-            for size in ("1", "2")]
+    ends = [subprocess.run([sys.executable, "-c", code],
+                           env=os.environ | MEET | {"RANK": "0", "WORLD_SIZE": size}).returncode for size in "12"]
     assert ends == [0, 141]

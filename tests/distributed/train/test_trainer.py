@@ -292,7 +292,7 @@ def kill_when_evaluating(flags: str, rank: int) -> str:
     run, _ = load_run([*TRAINING, *flags.split()], dist.get_world_size())
     me, output = dist.get_rank(), io.StringIO()
     with contextlib.redirect_stdout(output):
-        pretrain(run, Environment(me, dist.get_world_size(), me, launched=True), StopSignals((signal.SIGTERM,)),
+        pretrain(run, Environment(me, dist.get_world_size(), me), StopSignals((signal.SIGTERM,)),
                  started=time.monotonic())
     return output.getvalue()
 

@@ -1,0 +1,208 @@
+"""What a launcher says about a process: its rank, the number of processes, and where the ranks meet.
+
+Launchers set environment variables. torchrun sets ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``; srun and the mpirun of
+each MPI library set names of their own. This module reads any of them from a mapping. A process that some launcher
+started as one of several never trains alone: either its rank and the meeting place are known, or it is refused.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_sp.errors import ConfigError
+
+#: Ports for ranks whose launcher names none. Below 32768, where Linux starts to give ports to clients.
+FIRST_PORT, NUMBER_OF_PORTS = 15000, 17000
+#: Set for tasks of srun, and not for the batch script around them.
+STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
+CURE_MEETING_PLACE = ("Set MASTER_ADDR to the address of rank 0's node (127.0.0.1 when all ranks run on one node) and "
+                      "MASTER_PORT to a free port there, the same for all ranks, or start with torchrun.")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the launcher says about this process.
+
+    Attributes:
+        rank: number of this process among all, from 0.
+        world_size: number of processes.
+        local_rank: number of this process among those of its node, from 0.
+        local_world_size: processes of this node; 0 where the launcher does not say.
+        address, port: where rank 0, or the launcher, holds the store through which the ranks meet; "" and 0 where
+            one process needs none.
+        launcher_holds_store: whether torchrun holds that store, and not rank 0.
+        attempt: number of restarts so far, as torchrun counts them on this node.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 0
+    address: str = ""
+    port: int = 0
+    launcher_holds_store: bool = False
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Names of the variables of one launcher; the first name that is set counts.
+
+    Attributes:
+        program: what users call it.
+        job: variables that all ranks of one start share and other starts do not.
+        nodes: variables with the number of nodes.
+    """
+
+    program: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+TORCHRUN = Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+#: MPI comes before Slurm: an mpirun inside a Slurm job hands Slurm's variables on, which then speak of the mpirun.
+OTHER_LAUNCHERS = (
+    Launcher("mpirun (Open MPI)", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
+             ("OMPI_COMM_WORLD_LOCAL_SIZE",), ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
+    Launcher("mpirun (MVAPICH)", ("MV2_COMM_WORLD_RANK",), ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",),
+             ("MV2_COMM_WORLD_LOCAL_SIZE",), ("MPIRUN_ID",)),
+    Launcher("mpirun (PMI)", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+             ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), ("PMI_ID",)),
+    Launcher("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",),
+             (), ("SLURM_JOB_ID", "SLURM_JOBID"), ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
+)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What one launcher's variables say; ``local_rank`` and ``local_size`` are -1 and 0 where it does not say."""
+
+    launcher: Launcher
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    is_one_node: bool
+
+
+def read_environment(variables: Mapping[str, str]) -> Environment:
+    """Return rank, world size, local rank and meeting place from torchrun, srun or mpirun, or one plain process.
+
+    Raises:
+        ConfigError: the variables are incomplete, contradict each other, or tell a process that it is one of several
+            but not where they meet.
+    """
+    claims = [claim for launcher in OTHER_LAUNCHERS if (claim := _read(launcher, variables)) is not None]
+    other = _most_trusted(claims)
+    own = _read(TORCHRUN, variables) if variables.get("RANK") or other is None else None
+    claim = own or other
+    if claim is None:
+        return Environment()
+    _refuse_contradiction(own, other, variables)
+    same = next((found for found in claims if (found.rank, found.size) == (claim.rank, claim.size)
+                 and found.local_rank >= 0), claim)
+    local_rank = claim.local_rank if claim.local_rank >= 0 else same.local_rank
+    address, port = _meeting_place(claim, same, variables) if claim.size > 1 else ("", 0)
+    return Environment(
+        claim.rank, claim.size, local_rank if local_rank >= 0 else claim.rank,
+        local_world_size=claim.local_size or same.local_size, address=address, port=port,
+        launcher_holds_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", variables.get("TORCHELASTIC_RESTART_COUNT") or "0"))
+
+
+def _refuse_contradiction(own: _Claim | None, other: _Claim | None, variables: Mapping[str, str]) -> None:
+    """Refuse a WORLD_SIZE that somebody exported and the launcher does not confirm: each rank would train alone."""
+    if other is None or "TORCHELASTIC_RUN_ID" in variables:     # torchrun may well start 2 ranks in each of 4 tasks
+        return
+    size = variables.get("WORLD_SIZE") or str(other.size)
+    if (own is None or _is_certain(other, variables)) and size != str(other.size):
+        raise ConfigError(f"WORLD_SIZE={size} contradicts {other.launcher.size[0]}, by which {other.launcher.program} "
+                          f"started {other.size} of these processes; unset RANK and WORLD_SIZE.")
+
+
+def _is_certain(claim: _Claim, variables: Mapping[str, str]) -> bool:
+    """Whether the launcher started this very process: a batch script of Slurm has a rank of 0 too, and is alone."""
+    return claim.launcher.program != "srun" or bool(_first(STEP, variables))
+
+
+def _first(names: tuple[str, ...], variables: Mapping[str, str]) -> str:
+    """The first of these variables that is set and not empty, or ""."""
+    return next((name for name in names if variables.get(name)), "")
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text} is not a whole number; the launcher sets it, so unset it, or start with "
+                          "torchrun.") from None
+
+
+def _read(launcher: Launcher, variables: Mapping[str, str]) -> _Claim | None:
+    """What this launcher says; None where it did not start the process."""
+    rank_name, size_name = _first(launcher.rank, variables), _first(launcher.size, variables)
+    if not rank_name and (not size_name or launcher is not TORCHRUN):
+        return None     # SLURM_NTASKS alone is the shell of an allocation, in which people start single processes
+    if not size_name and launcher.program == "srun":
+        return None     # a batch script without --ntasks
+    if not rank_name or not size_name:
+        found, missing = (rank_name, launcher.size[0]) if rank_name else (size_name, launcher.rank[0])
+        raise ConfigError(f"{found} is set but {missing} is not, so this process does not know its place among others. "
+                          f"Start with torchrun, or unset {found} for one plain process.")
+    rank, size = _number(rank_name, variables[rank_name]), _number(size_name, variables[size_name])
+    if not 0 <= rank < size:
+        raise ConfigError(f"{rank_name}={rank} must be at least 0 and below {size_name}={size}.")
+    local_name, local_size_name = _first(launcher.local_rank, variables), _first(launcher.local_size, variables)
+    local_size = _number(local_size_name, variables[local_size_name]) if local_size_name else 0
+    nodes = _first(launcher.nodes, variables)
+    return _Claim(launcher, rank, size, _number(local_name, variables[local_name]) if local_name else -1, local_size,
+                  is_one_node=local_size == size or bool(nodes) and variables[nodes] == "1")
+
+
+def _most_trusted(claims: list[_Claim]) -> _Claim | None:
+    """The first launcher that started several processes. PMI's variables may be srun's own; then srun knows more."""
+    several = [claim for claim in claims if claim.size > 1] or claims
+    if not several:
+        return None
+    first = several[0]
+    return next((claim for claim in several if (claim.rank, claim.size) == (first.rank, first.size)
+                 and claim.local_rank >= 0), first)
+
+
+def _meeting_place(claim: _Claim, same: _Claim, variables: Mapping[str, str]) -> tuple[str, int]:
+    """Address and port of the store through which the ranks meet.
+
+    On one node the address is known, and a port follows from what identifies the job, the same on all ranks.
+    """
+    address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    if port and not 0 < _number("MASTER_PORT", port) < 2**16:
+        raise ConfigError(f"MASTER_PORT={port} must be a port number from 1 to 65535.")
+    if address and port:
+        return address, int(port)
+    job = _job(claim, variables) or _job(same, variables)
+    is_one_node = claim.is_one_node or same.is_one_node
+    if (address or is_one_node) and (port or job):
+        derived = FIRST_PORT + zlib.crc32(job.encode()) % NUMBER_OF_PORTS
+        return address or "127.0.0.1", int(port or derived)
+    missing = " and ".join(name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value)
+    batch = ("" if _is_certain(claim, variables) else
+             " If this is a batch script and no srun stands before the program, put srun there, or unset SLURM_PROCID "
+             "for one plain process.")
+    raise ConfigError(f"{claim.launcher.rank[0]} and {claim.launcher.size[0]} make this process rank {claim.rank} of "
+                      f"{claim.size}, but without {missing} the ranks cannot meet. {CURE_MEETING_PLACE}{batch}")
+
+
+def _job(claim: _Claim, variables: Mapping[str, str]) -> str:
+    """What tells this start from others, or ""."""
+    name = _first(claim.launcher.job, variables)
+    if not name or claim.launcher.program != "srun":
+        return variables[name] if name else ""
+    step = _first(STEP, variables)
+    return f"{variables[name]}.{variables[step]}" if step else ""
+
