@@ -77,7 +77,7 @@ def start(parallel: Parallel, environment: Environment, stop_asked: object = Non
         return device
     try:
         with _sigterm_ends_process(stop_asked):
-            store = _meet(environment, timeout)
+            store = meet(environment, timeout)
             if backend == "nccl":
                 _refuse_shared_gpu(store, str(torch.cuda.get_device_properties(device).uuid))
             dist.init_process_group(backend, timeout=timeout, store=store, rank=environment.rank,
@@ -107,7 +107,7 @@ def choose_gpu(local_rank: int, visible: int) -> int:
     return local_rank
 
 
-def _meet(environment: Environment, timeout: timedelta) -> dist.Store:
+def meet(environment: Environment, timeout: timedelta) -> dist.Store:
     """Return the store through which the ranks find each other.
 
     torchrun keeps one store over its restarts, and keys of an earlier attempt would be taken for those of this one.

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.runtime import choose_gpu
+from megatron_sp.launchers import Environment
+from megatron_sp.runtime import choose_gpu, meet
 
 
 @pytest.mark.parametrize("error, code, said", [
@@ -108,3 +110,14 @@ def test_a_closed_pipe_is_a_failure_only_where_other_ranks_wait() -> None:
     ends = [subprocess.run([sys.executable, "-c", code],
                            env=os.environ | MEET | {"RANK": "0", "WORLD_SIZE": size}).returncode for size in "12"]
     assert ends == [0, 141]
+
+
+def test_an_attempt_does_not_see_the_keys_of_the_one_before() -> None:
+    """torchrun keeps one store over its restarts."""
+    import torch.distributed as dist
+
+    held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [meet(Environment(1, 2, 1, 2, "127.0.0.1", held.port, launcher_holds_store=True, attempt=attempt),
+                   timedelta(seconds=5)) for attempt in range(2)]
+    stores[0].set("address of rank 0", "gone")
+    assert stores[0].check(["address of rank 0"]) and not stores[1].check(["address of rank 0"])
