@@ -18,8 +18,9 @@ PROGRAM = re.compile(r"\b(?:tools|examples|benchmarks|tests|docs/make)/[\w/]+\.(
 
 #: Flags of programs that are not ours: torchrun, Slurm, pip, Megatron (in the README's comparison).
 FOREIGN_FLAGS = set("""--standalone --nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id
-    --local-addr --shutdown-timeout --signals-to-handle --max-restarts --master-port --master-addr --nodes --signal
-    --ntasks-per-node --gpus-per-node --gpus-per-task --ntasks --local-ranks-filter --tee --redirects --log-dir --pid""".split())
+    --local-addr --shutdown-timeout --signals-to-handle --max-restarts --master-port --master-addr --local-ranks-filter
+    --tee --redirects --log-dir --nodes --signal --ntasks --ntasks-per-node --gpus-per-node --gpus-per-task --pid
+    --kill-on-bad-exit""".split())
 
 
 def flags_in(text: str) -> set[str]:
