@@ -75,6 +75,19 @@ def test_shown_commands_say_whether_a_test_runs_them(document: Path) -> None:
             assert mark in ("bash", "sh", "console"), f"mark this block as bash or sh:\n{block}"
 
 
+def test_the_table_of_rooms_is_true() -> None:
+    """Each file named in a row of ARCHITECTURE.md is in that row's room, and each room of the package has a row."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rows = [row.split("|") for row in text.splitlines() if row.startswith("| `")]
+    rooms = {cells[1].strip(" `/"): re.findall(r"`(\w+\.py)`", cells[3]) for cells in rows}
+    package = ROOT / "megatron_sp"
+    missing = [f"{room}/{name}" for room, names in rooms.items() for name in names
+               if not (package / room / name).exists()]
+    assert not missing
+    assert {path.name for path in package.iterdir() if (path / "__init__.py").exists()} <= set(rooms)
+    assert all(f"{path.name}`" in text for path in package.glob("*.py") if path.name != "__init__.py")
+
+
 def test_the_index_names_every_page() -> None:
     index = ROOT / "docs/README.md"
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(index.read_text("utf-8"))}
