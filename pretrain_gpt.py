@@ -7,7 +7,6 @@ import time
 
 from megatron_sp.config.load import load_run
 from megatron_sp.runtime import launch_environment, run_program
-from megatron_sp.train.report.trackers import check_trackers
 from megatron_sp.train.signals import StopSignals
 
 
@@ -15,7 +14,6 @@ def main(argv: list[str]) -> int:
     started = time.monotonic()
     environment = launch_environment()
     run, notes = load_run(argv, environment.world_size, devices_per_node=environment.local_world_size)
-    check_trackers(run.logging)
     signals = StopSignals.of(run)   # before anything that takes time
 
     from megatron_sp.train.setup import pretrain

@@ -47,7 +47,8 @@ def render() -> str:
     parts.append("## Ignored with a warning\n\n" + _table(
         ("flag", "why"), [(f"`{name}`", reason) for name, (_, reason) in tables.IGNORED.items()]))
     parts.append("## Not available yet\n\nRefused, unless the value says what happens anyway.\n\n" + _table(
-        ("flag", "what is missing", "accepted"), _not_yet_rows()))
+        ("flag", "what is missing", "accepted"), [(f"`{name}`", entry.reason, _values(entry.harmless))
+                                                  for name, entry in tables.NOT_YET.items()]))
     parts.append("## Refused\n\nThey would change the model, the data or the meaning of the run.\n\n" + _table(
         ("flag", "why", "accepted"), [(f"`{name}`", entry.reason, _values(entry.harmless))
                                       for name, entry in tables.REFUSED.items()]))
@@ -70,13 +71,6 @@ def _value(option: Option) -> str:
         return _values(option.choices)
     word = {"int": "whole number", "float": "number", "str": "text", "ints": "whole numbers", "words": "words"}
     return word[option.kind]
-
-
-def _not_yet_rows() -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [(f"`{name}`", entry.reason, _values(entry.harmless))
-                                   for name, entry in tables.NOT_YET.items()]
-    options = schema_options()
-    return rows + [(f"`{options[entry.key].flag}`", entry.what, entry.cure) for entry in tables.FIELDS_NOT_YET]
 
 
 def _arity(nargs: int | str) -> str:

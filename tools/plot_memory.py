@@ -96,7 +96,7 @@ def configuration(flags: str, tokens: int, gpus: int) -> Run:
     """A resolved run; the length is rounded down to what the devices divide."""
     tokens = tokens // (gpus * 64) * gpus * 64
     text = COMMON + flags.format(s=tokens) + f"--seq-length {tokens} --ulysses-size {gpus} "
-    run = load_run(text.split(), gpus)[0]
+    run = load_run(text.split(), gpus, files=False)[0]
     return with_vocab(run, run.model.vocab_size)
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from megatron_sp.config.cli.flags import Parsed, parse
 from megatron_sp.config.resolve import resolve
-from megatron_sp.config.rules.checks import advice, check_problems, file_problems
+from megatron_sp.config.rules.checks import advice, check_problems
+from megatron_sp.config.rules.files import file_problems
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError
 
@@ -20,7 +21,7 @@ def load_run(argv: Sequence[str], world_size: int, files: bool = True,
     Args:
         argv: the words after the program's name.
         world_size: number of processes.
-        files: also look whether the files that are named exist.
+        files: whether files and packages that the run needs must be on this machine.
         devices_per_node: what the launcher knows of it; 0: nothing.
 
     Returns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,9 +16,7 @@ from megatron_sp.data.index_cache import IndexCache
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.mock import MockDataset
 from megatron_sp.errors import DataError
-
-SPLITS = ("train", "valid", "test")
-LONG_NAMES = dict(train="training", valid="validation", test="test")
+from megatron_sp.layout.document_split import SPLITS, empty_split_problem, parse_split, split_bounds
 
 
 @dataclass(frozen=True)
@@ -36,33 +33,6 @@ class Splits:
         """All datasets in plain words, one or more lines."""
         datasets = (self.train, self.valid, *self.named_valid.values(), self.test)
         return "\n".join(dataset.describe() for dataset in datasets if dataset is not None)
-
-
-def parse_split(text: str) -> tuple[float, float, float]:
-    """Shares of ``--split``, normalised: "969, 30, 1" or "100" (all for training).
-
-    Raises:
-        DataError: not one to three numbers of at least 0 with a sum above 0.
-    """
-    words = [word for word in re.split(r"[,/\s]+", text.strip()) if word]
-    good = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
-    if not words or len(words) > 3 or not good or not sum(map(float, words)) > 0:
-        raise DataError(f"--split {text!r} must be one to three shares of at least 0, not all of them 0, for training, "
-                        "validation and test, for example 969,30,1.")
-    shares = np.array([float(word) for word in words] + [0.0] * (3 - len(words)), dtype=np.float64)
-    train, valid, test = (shares / np.sum(shares)).tolist()
-    return train, valid, test
-
-
-def split_bounds(shares: Sequence[float], num_documents: int) -> list[tuple[int, int] | None]:
-    """Documents ``[start, stop)`` of each split, in order, rounded as Megatron does; None for a share of 0."""
-    bounds: list[tuple[int, int] | None] = []
-    begin = 0.0
-    for share in shares:
-        end = begin + share
-        bounds.append((round(begin * float(num_documents)), round(end * float(num_documents))) if share > 0 else None)
-        begin = end
-    return bounds
 
 
 def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[int | None], seed: int, *,
@@ -163,11 +133,8 @@ class _Builder:
             found = split_bounds(parse_split(split), len(indexed))[SPLITS.index(name)]
             assert found is not None
             bounds = found
-        if count and bounds[0] == bounds[1] and split:
-            raise DataError(f"The {LONG_NAMES[name]} split of {prefix} is empty: --split {split!r} gives it none of "
-                            f"the {len(indexed)} documents, but {count} samples are needed from it. Give it a larger "
-                            "share or the share 0 (such as 98,2,0), use more documents, or set --eval-iters 0 for no "
-                            "validation and test.")
+        if count and split and (problem := empty_split_problem(prefix, name, split, len(indexed))):
+            raise DataError(problem)
         return GPTDataset(indexed, np.arange(*bounds), count, self.data.seq_length, self.seed, name,
                           self._cache(prefix))
 

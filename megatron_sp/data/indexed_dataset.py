@@ -20,11 +20,11 @@ import contextlib
 import hashlib
 import os
 import struct
-from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from megatron_sp.config.rules.files import token_file_problem
 from megatron_sp.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -74,9 +74,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | os.PathLike[str]):
         self.prefix = os.fspath(prefix)
-        for path in (idx_path(prefix), bin_path(prefix)):
-            if not os.path.isfile(path):
-                raise DataError(f"{path} does not exist. {_prefix_hint(self.prefix)}")
+        if problem := token_file_problem(self.prefix):
+            raise DataError(problem)
         self._read_index()
         self._check_index()
         self._open_tokens()
@@ -159,18 +158,6 @@ class IndexedDataset:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(np.ascontiguousarray(self.lengths))
         return digest.hexdigest()
-
-
-def _prefix_hint(prefix: str) -> str:
-    if prefix.endswith((".bin", ".idx")) and os.path.exists(prefix):
-        return f"Give the prefix without its ending: {prefix[:-4]}"
-    folder, name = os.path.split(prefix)
-    if not os.path.isdir(folder or "."):
-        return f"The directory {folder} does not exist."
-    near = sorted(path.name[:-4] for path in Path(folder or ".").glob(name + "*.idx"))
-    if near:
-        return "Did you mean " + " or ".join(os.path.join(folder, other) for other in near[:3]) + "?"
-    return "A prefix is the path of the .bin and .idx files without ending, as written by tools/preprocess_data.py."
 
 
 class IndexedDatasetBuilder:

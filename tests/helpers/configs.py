@@ -70,6 +70,6 @@ def tiny_run(flags: Sequence[str], world_size: int = 1, vocab_size: int = 97) ->
     Raises:
         AssertionError: a flag has no effect: the test would not test what its flags say.
     """
-    run, notes = load_run([*TRAINING, *flags], world_size)
+    run, notes = load_run([*TRAINING, *flags], world_size, files=False)
     assert not [note for note in notes if "no effect" in note], notes
     return with_vocab(run, vocab_size)

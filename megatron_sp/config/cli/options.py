@@ -68,6 +68,8 @@ class Option:
         if self.nargs == "?" and not texts:
             return 1.0  # a share without a number: all of it
         text = strip_quotes(texts[0])
+        if not text and self.kind == "str":
+            raise ValueError("the value is empty, perhaps an unset shell variable; give one, or leave the flag out")
         if self.kind == "int":
             return parse_int(text)
         if self.kind == "float":

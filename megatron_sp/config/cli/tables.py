@@ -1,15 +1,12 @@
 """Flags that other frameworks know and the schema does not: what becomes of each.
 
-One table per answer. A flag that is built later is removed from ``NOT_YET`` (or its rule from
-``not_yet_problems``) and declared in the schema; nothing else has to change.
+One table for each answer. When a flag of ``NOT_YET`` is built, its line is deleted here and the flag becomes a field of
+the schema; nothing else has to change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
-
-from megatron_sp.config.schema import Run
 
 
 def _names(text: str, nargs: int | str) -> dict[str, int | str]:
@@ -185,17 +182,3 @@ NOT_YET: dict[str, Refusal] = {
     **_refuse("deepspeed-config", 1, "reading DeepSpeed's JSON file",
               cure="say the same with --zero-stage, --bf16 or --fp16, --clip-grad and the batch flags"),
 }
-
-
-class FieldNotYet(NamedTuple):
-    """A value of a schema field whose mechanism is built later."""
-
-    key: str
-    is_used: Callable[[Run], bool]
-    what: str
-    cure: str
-
-
-#: Values of schema fields whose mechanism is built later. Delete a line when it works.
-FIELDS_NOT_YET: tuple[FieldNotYet, ...] = (
-)

@@ -27,8 +27,11 @@ def _text(limit: float) -> str:
     return f"{limit:.0f}" if limit == int(limit) else f"{limit:g}"
 
 
-POSITIVE_INT = Bound(low=1)
-NOT_NEGATIVE = Bound(low=0)
+#: More than any run counts, and little enough for products of two such numbers to fit into 64 bits.
+LARGEST_COUNT = 10**12
+POSITIVE_INT = Bound(low=1, high=LARGEST_COUNT)
+NOT_NEGATIVE = Bound(low=0, high=LARGEST_COUNT)
+TOKENS = Bound(low=0, high=10**18)
 POSITIVE = Bound(low=0, low_open=True)
 SHARE = Bound(low=0, high=1, high_open=True)
 
@@ -57,11 +60,12 @@ BOUNDS: dict[str, Bound] = {
     **_bounds(SHARE, "optimizer", "adam_beta1 adam_beta2 sgd_momentum"),
     "optimizer.adam_eps": POSITIVE,
     "schedule.lr": POSITIVE,
-    **_bounds(NOT_NEGATIVE, "schedule", "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_tokens lr_warmup_init"),
-    **_bounds(POSITIVE_INT, "schedule", "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters "
-              "lr_wsd_decay_samples"),
+    **_bounds(NOT_NEGATIVE, "schedule", "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init"),
+    **_bounds(POSITIVE_INT, "schedule", "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples"),
+    **_bounds(TOKENS, "schedule", "lr_decay_tokens lr_warmup_tokens"),
+    "train.train_tokens": TOKENS,
     "schedule.lr_warmup_fraction": SHARE,
-    **_bounds(POSITIVE_INT, "train", "micro_batch_size global_batch_size train_iters train_samples train_tokens "
+    **_bounds(POSITIVE_INT, "train", "micro_batch_size global_batch_size train_iters train_samples "
               "exit_interval eval_interval"),
     "train.exit_duration_in_mins": POSITIVE,
     "train.seed": Bound(low=0, high=2**32 - 1),  # numpy's

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from megatron_sp.config.cli.options import schema_options
-from megatron_sp.config.cli.tables import FIELDS_NOT_YET
 from megatron_sp.config.rules.bounds import BOUNDS, bound_problem
 from megatron_sp.config.rules.data import check_data, check_tokenizer
 from megatron_sp.config.rules.memory import check_memory
@@ -32,7 +30,7 @@ def check(run: Run) -> None:
 def check_problems(run: Run) -> list[str]:
     """Every broken rule of a resolved run, one sentence each; looks at no files."""
     topics: tuple[Callable[[Run], list[str]], ...] = (
-        check_required, check_bounds, check_not_yet, check_model, check_parallel, check_overlap, check_pipeline,
+        check_required, check_bounds, check_model, check_parallel, check_overlap, check_pipeline,
         check_ring, check_memory, check_sequence, check_batch, check_length, check_schedule, check_weight_decay,
         check_precision, check_kernels, check_data, check_tokenizer, check_checkpoint, check_logging)
     return [problem for topic in topics for problem in topic(run)]
@@ -55,18 +53,6 @@ def check_bounds(run: Run) -> list[str]:
         value = getattr(getattr(run, section), name)
         if value != options[key].default and bound_problem(key, value):
             found.append(f"{options[key].flag} {value}: {bound_problem(key, value)}.")
-    return found
-
-
-def check_not_yet(run: Run) -> list[str]:
-    """Values whose mechanism is not built yet."""
-    found = []
-    options = schema_options()
-    for entry in FIELDS_NOT_YET:
-        if entry.is_used(run):
-            section, _, name = entry.key.partition(".")
-            value = getattr(getattr(run, section), name)
-            found.append(f"{options[entry.key].flag} {value}: {entry.what} is not available yet; {entry.cure}.")
     return found
 
 
@@ -142,22 +128,6 @@ def check_checkpoint(run: Run) -> list[str]:
     if checkpoint.exit_on_missing_checkpoint and not checkpoint.load:
         found.append("--exit-on-missing-checkpoint needs --load.")
     return found
-
-
-def file_problems(run: Run) -> list[str]:
-    """Files that are named and do not exist (only what is cheap to look up)."""
-    data = run.data
-    if data.mock_data and run.model.vocab_size:
-        return []
-    named = []
-    if data.tokenizer_type == "GPT2BPETokenizer":
-        named = [("--vocab-file", data.vocab_file), ("--merge-file", data.merge_file)]
-    elif "SentencePiece" in data.tokenizer_type or data.tokenizer_type == "Llama2Tokenizer":
-        named = [("--tokenizer-model", data.tokenizer_model)]
-    elif data.tokenizer_model.startswith(("/", "./", "../", "~")):
-        named = [("--tokenizer-model", data.tokenizer_model)]
-    return [f"{flag} {path}: there is no such file." for flag, path in named
-            if path and not os.path.exists(os.path.expanduser(path))]
 
 
 def advice(run: Run) -> list[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 
 from megatron_sp.config.cli.named_sets import named_sets
 from megatron_sp.config.schema import Run
-
-_NUMBER = r"\s*(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*"
-_SPLIT = re.compile(rf"{_NUMBER}(?:[,/]{_NUMBER}){{0,2}}")
+from megatron_sp.errors import DataError
+from megatron_sp.layout.document_split import parse_split
 
 
 def check_data(run: Run) -> list[str]:
@@ -43,12 +41,10 @@ def _named_problems(flag: str, paths: tuple[str, ...]) -> list[str]:
 
 
 def _split(split: str) -> list[str]:
-    cure = "give up to three shares for training, validation and test, such as 969,30,1."
-    if not _SPLIT.fullmatch(split):
-        return [f"--split {split!r} is not a list of numbers; {cure}"]
-    shares = [float(share) for share in re.split("[,/]", split)]
-    if not all(map(math.isfinite, shares)) or sum(shares) <= 0:
-        return [f"--split {split!r} sums to {sum(shares):g}; {cure}"]
+    try:
+        parse_split(split)
+    except DataError as error:
+        return [str(error)]
     return []
 
 
@@ -74,6 +70,13 @@ def data_path_problems(flag: str, paths: tuple[str, ...]) -> list[str]:
     if sum(values) <= 0:
         return [f"{flag}: the weights sum to 0; at least one must be above 0."]
     return []
+
+
+def prefixes_of(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the token sets that a valid data path reads: those whose weight, if they have one, is above 0."""
+    if len(words) > 1 and all(map(_is_number, words[0::2])):
+        return tuple(prefix for weight, prefix in zip(words[0::2], words[1::2], strict=True) if float(weight) > 0)
+    return words
 
 
 def _is_number(word: str) -> bool:

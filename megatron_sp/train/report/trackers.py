@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from megatron_sp.config.schema import Logging, Run
 from megatron_sp.config.serialize import to_dict
-from megatron_sp.errors import ConfigError
-
-
-def check_trackers(flags: Logging) -> None:
-    """Raises ConfigError when a tracker that was asked for is not installed."""
-    problems = []
-    if flags.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
-        problems.append(f"--tensorboard-dir {flags.tensorboard_dir} needs the tensorboard package; pip install "
-                        "tensorboard, or leave the flag out (metrics.jsonl is always written)")
-    if flags.wandb_project and importlib.util.find_spec("wandb") is None:
-        problems.append(f"--wandb-project {flags.wandb_project} needs the wandb package; pip install wandb, or leave "
-                        "the flag out (metrics.jsonl is always written)")
-    if problems:
-        raise ConfigError(problems)
 
 
 def open_tensorboard(flags: Logging, start_iteration: int) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
+
 import pytest
 
 from megatron_sp.config.load import load_run
@@ -299,10 +302,44 @@ def test_tokenizers(extra, part):
 def test_missing_files(tmp_path):
     base = BASE.replace("--mock-data --vocab-size 512", "--train-iters 10 --data-path A")
     line = f"--vocab-file {tmp_path}/v --merge-file {tmp_path}/m"
+    write_header(tmp_path / "A", 10_000)
+    base = base.replace(" A", f" {tmp_path}/A")
     assert [problem.split()[0] for problem in problems(line, base=base, files=True)] == ["--vocab-file", "--merge-file"]
     (tmp_path / "v").touch()
     (tmp_path / "m").touch()
     assert not problems(line, base=base, files=True)
+
+
+def write_header(prefix: Path, num_sequences: int) -> None:
+    """As much of a token set as a look at the command line reads."""
+    prefix.with_suffix(".bin").touch()
+    prefix.with_suffix(".idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, num_sequences, 2))
+
+
+def test_everything_that_is_missing_is_reported_together(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "file").touch()
+    line = (f"--data-path {tmp_path}/B --vocab-file v --merge-file m --tensorboard-dir tb --wandb-project p "
+            f"--save {tmp_path}/file/out --load {tmp_path}/gone --exit-on-missing-checkpoint --hidden-size 60")
+    found = problems(line, base=BASE.replace("--mock-data --vocab-size 512", "--train-iters 10"), files=True)
+    for part in ("--hidden-size 60", "--vocab-file v", "--merge-file m", f"{tmp_path}/B.idx does not exist",
+                 "pip install tensorboard", "pip install wandb", "--save-interval is required",
+                 f"{tmp_path}/file is not a directory", "--load"):
+        assert [problem for problem in found if part in problem], part
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize("paths, flags, part", [
+    ("A", "--split 99,1,0", "The validation split of {dir}/A is empty: --split '99,1,0' gives it none of the 10"),
+    ("A", "--split 99,1,0 --eval-iters 0", ""), ("A", "--split 90,10,0", ""),
+    ("A", "--split 0,1,1", "nothing for training"),
+    ("1 A 0 C", "--split 90,10,0", ""), ("A C", "--split 99,1,0", ".idx does not exist. Did you mean {dir}/Cc?")])
+def test_splits_without_documents(tmp_path, paths, flags, part):
+    write_header(tmp_path / "A", 10)
+    write_header(tmp_path / "Cc", 10)
+    words = " ".join(word if word.isdigit() else f"{tmp_path}/{word}" for word in paths.split())
+    found = problems(f"--data-path {words} {flags}", base=REAL, files=True)
+    assert len(found) == bool(part) and all(part.format(dir=tmp_path) in problem for problem in found), found
 
 
 def test_notes():

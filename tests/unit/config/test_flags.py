@@ -224,6 +224,14 @@ def test_two_spellings_that_agree():
     assert (run.model.normalization, run.model.norm_epsilon) == ("RMSNorm", 1e-6)
 
 
+@pytest.mark.parametrize("line, part", [
+    (["--load", ""], "--load: the value is empty"), (["--save="], "--save: the value is empty"),
+    (["--train-iters", "1e30"], "must be at most 1000000000000"), (["--lr", "1e400"], "not a finite number")])
+def test_empty_and_enormous_values(line, part):
+    (problem,) = problems(line)
+    assert part in problem
+
+
 def test_distributed_optimizer_against_stage_0():
     assert "drop one of them" in problems("--use-distributed-optimizer --zero-stage 0")[0]
 

@@ -9,10 +9,11 @@ from megatron_sp.config.schema import Data
 from megatron_sp.data import blend as blends
 from megatron_sp.data import sample_order as order
 from megatron_sp.data.blend import BlendedDataset, blend_order, exhaustive_order, parse_data_path
-from megatron_sp.data.build import Splits, build_datasets, parse_split, split_bounds
+from megatron_sp.data.build import Splits, build_datasets
 from megatron_sp.data.gpt_dataset import GPTDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron_sp.errors import DataError
+from megatron_sp.layout.document_split import parse_split, split_bounds
 from tests.unit.data.test_indexed import FIXTURES, SET_A, SET_B, write
 from tests.unit.data.test_preprocess import gpt2_data
 
@@ -188,7 +189,7 @@ def test_split_shares():
 def test_an_empty_split_is_an_error_that_names_it(tmp_path):
     write(tmp_path / "x", [[1, 2, 3]] * 10)
     data = Data(seq_length=2, data_path=(str(tmp_path / "x"),), split="969,30,1")
-    with pytest.raises(DataError, match="test split.*10 documents.*5 samples"):
+    with pytest.raises(DataError, match="test split.*10 documents"):
         build_without_cache(data, (5, 0, 5))
     splits = build_without_cache(data, (5, 0, 0))
     assert splits.valid is None and splits.test is None

@@ -14,12 +14,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_sp.config.schema import Logging
-from megatron_sp.errors import ConfigError
 from megatron_sp.train.report.metrics_file import MetricsFile, read_metrics
 from megatron_sp.train.report.recorder import Interval, Recorder, StepReport, log_line
 from megatron_sp.train.report.timers import Timers
-from megatron_sp.train.report.trackers import check_trackers
 from tests.helpers.configs import tiny_run
 
 CPU = torch.device("cpu")
@@ -140,14 +137,6 @@ def test_a_fresh_run_sets_older_metrics_aside(tmp_path: Path) -> None:
         metrics.close()
     assert {path.name: read_metrics(path)[0]["iteration"] for path in tmp_path.iterdir()} == {
         "metrics.1.jsonl": 0, "metrics.2.jsonl": 1, "metrics.jsonl": 2}
-
-
-def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install tensorboard") as raised:
-        check_trackers(Logging(tensorboard_dir="tb", wandb_project="p"))
-    assert "pip install wandb" in str(raised.value)
-    check_trackers(Logging())
 
 
 def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
