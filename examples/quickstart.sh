@@ -116,6 +116,8 @@ fi
 entropy=$("$python" tools/data_statistics.py --json "$data" 2>/dev/null |
     "$python" -c 'import json, sys; print(json.load(sys.stdin)["unigram_entropy"])')
 
+# A stop by SIGTERM leaves the ranks ten minutes for their step and a save; torchrun's own limit is 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 say "Training: iterations $((done_before + 1)) to $total on $nproc processes"
 printf '%q ' "${command[@]}"
 printf '\n'

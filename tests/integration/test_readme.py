@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.programs import ROOT, run_program
+from tests.integration.programs import ROOT, run_as_shown, run_program
 
 
 def run_blocks(document: str, directory: Path, timeout: float) -> str:
@@ -18,15 +17,8 @@ def run_blocks(document: str, directory: Path, timeout: float) -> str:
     sources = sorted(Path(json.__file__).parent.parent.joinpath("asyncio").glob("*.py"))
     (directory / "corpus.jsonl").write_text(
         "".join(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n" for path in sources), encoding="utf-8")
-    for name in ("pretrain_gpt.py", "tools", "megatron_sp"):
-        (directory / name).symlink_to(ROOT / name)
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    torchrun = "torchrun --standalone --local-addr 127.0.0.1 "  # a port of its own; the host's name may not resolve
-    (directory / "run.sh").write_text("set -euo pipefail\n" + "".join(blocks).replace("torchrun ", torchrun))
-    done = run_program("bash", "run.sh", cwd=directory, timeout=timeout, OMP_NUM_THREADS="1",
-                       PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_as_shown("".join(blocks), directory, timeout)
 
 
 def test_recipes_run_and_layouts_agree(tmp_path: Path) -> None:
