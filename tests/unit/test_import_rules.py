@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "config": ("errors", "config", "layout"),
     "plan": ("config", "layout", "plan"),
     "launchers": ("errors",),
+    "__main__": (),
     "runtime": ("errors", "config", "launchers"),
     "transport": ("errors", "transport"),
     "activations": ("activations",),

@@ -10,7 +10,7 @@ QUOTES = "'\""
 
 
 def strip_quotes(text: str) -> str:
-    """Remove literal quotes around a value; shell scripts leave them behind (``--split '99,1,0'``)."""
+    """Return a value without literal quotes around it, which shell scripts leave behind (``--split '99,1,0'``)."""
     text = text.strip()
     while len(text) >= 2 and text[0] == text[-1] and text[0] in QUOTES:
         text = text[1:-1].strip()
@@ -18,7 +18,7 @@ def strip_quotes(text: str) -> str:
 
 
 def parse_int(text: str) -> int:
-    """A whole number: ``64``, ``220_000_000``, ``1e6`` or ``1.0``.
+    """Return a whole number: ``64``, ``220_000_000``, ``1e6`` or ``1.0``.
 
     Raises:
         ValueError: with a sentence fragment saying what is expected.
@@ -37,7 +37,7 @@ def parse_int(text: str) -> int:
 
 
 def parse_float(text: str) -> float:
-    """A finite number.
+    """Return a finite number.
 
     Raises:
         ValueError: with a sentence fragment saying what is expected.
@@ -56,7 +56,7 @@ def _fold(text: str) -> str:
 
 
 def parse_choice(text: str, choices: Sequence[str], synonyms: dict[str, str] | None = None) -> str:
-    """The schema's spelling of a choice, compared without case, hyphen and underscore alike.
+    """Return the schema's spelling of a choice. Case does not count, and hyphens and underscores are alike.
 
     Args:
         synonyms: other people's words (folded to lower case with hyphens) for one of ``choices``.
@@ -72,9 +72,9 @@ def parse_choice(text: str, choices: Sequence[str], synonyms: dict[str, str] | N
 
 
 def parse_words(texts: Sequence[str]) -> tuple[str, ...]:
-    """Words of a list-valued flag; an element that holds several words (a quoted "1.0 P") is split.
+    """Return the words of a list-valued flag; an element that holds several words (a quoted "1.0 P") is split.
 
-    An element that names a token file as it is (``TEXT.idx`` exists) is one word, blanks and all.
+    An element that names an existing token file (``TEXT.idx`` exists) is one word, even with blanks in it.
     """
     words: list[str] = []
     for text in texts:
@@ -83,12 +83,23 @@ def parse_words(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for word in words if word)
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return a number with its noun: ``1 process``, ``2 processes``; ``many`` is ``one`` with an s where not given."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def nearest(numbers: Sequence[int], noun: str = "value") -> str:
+    """Return the end of a sentence: ``the nearest valid values are 8 or 16``, ``the nearest valid value is 4``."""
+    return f"the nearest valid {noun} is {numbers[0]}" if len(numbers) == 1 else (
+        f"the nearest valid {noun}s are {either(numbers)}")
+
+
 def nearest_multiples(value: int, step: int) -> tuple[int, ...]:
-    """The multiples of ``step`` just below (if positive) and just above ``value``."""
+    """Return the multiples of ``step`` just below (if positive) and just above ``value``."""
     below = value // step * step
     return tuple(number for number in (below, below + step) if number > 0)
 
 
 def either(numbers: Sequence[int]) -> str:
-    """``8 or 16``."""
+    """Return numbers as a choice: ``8 or 16``."""
     return " or ".join(str(number) for number in numbers)

@@ -95,10 +95,11 @@ def check_logging(run: Run) -> list[str]:
     if flags.profile and flags.profile_step_end <= flags.profile_step_start:
         found.append(f"--profile-step-end {flags.profile_step_end} must be above --profile-step-start "
                      f"{flags.profile_step_start}.")
-    wrong = [rank for rank in flags.profile_ranks if rank >= run.parallel.world_size]
+    last = run.parallel.world_size - 1
+    wrong = [rank for rank in flags.profile_ranks if rank > last]
     if flags.profile and wrong:
-        found.append(f"--profile-ranks {' '.join(map(str, flags.profile_ranks))}: there are only ranks 0 to "
-                     f"{run.parallel.world_size - 1}.")
+        found.append(f"--profile-ranks {' '.join(map(str, flags.profile_ranks))}: there "
+                     f"{'is only rank 0' if last == 0 else f'are only ranks 0 to {last}'}.")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_sp.config.cli.values import counted
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.schedules import SCHEDULES
 
@@ -21,7 +22,7 @@ def check_memory(run: Run) -> list[str]:
     groups, heads = memory.attention_head_groups, run.model.num_attention_heads // max(parallel.tp, 1)
     if groups > 1 and parallel.ulysses * groups > heads > 0:
         found.append(f"--attention-head-groups {groups}: each group needs a head for each of the --ulysses-size "
-                     f"{parallel.ulysses} ranks, and a tensor-parallel rank has {heads} heads; use "
+                     f"{parallel.ulysses} ranks, and a tensor-parallel rank has {counted(heads, 'head')}; use "
                      f"{max(1, heads // parallel.ulysses)} or less.")
     if SCHEDULES[parallel.pipeline_schedule].splits_backward and parallel.pp > 1:
         used = {"--mlp-tile-size": memory.mlp_tile_size > 0, "--attention-head-groups": groups > 1}

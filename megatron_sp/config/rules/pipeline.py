@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_sp.config.cli.values import either
+from megatron_sp.config.cli.values import counted, nearest
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.batch_schedule import batch_sizes
 from megatron_sp.layout.schedules import SCHEDULES, takes_microbatches
@@ -44,10 +44,11 @@ def _schedule_rules(run: Run) -> list[str]:
     name, per_rank = parallel.pipeline_schedule, parallel.stages_per_rank
     found = []
     if name == "1f1b" and per_rank != 1:
-        found.append(f"--pipeline-schedule 1f1b has one stage per rank, not {per_rank}; use interleaved.")
+        found.append(f"--pipeline-schedule 1f1b has one stage per rank, not {per_rank}; use "
+                     "--pipeline-schedule interleaved.")
     if name == "interleaved" and per_rank < 2:
-        found.append("--pipeline-schedule interleaved needs 2 or more stages per rank; use 1f1b, or "
-                     "--num-virtual-stages-per-pipeline-rank 2.")
+        found.append("--pipeline-schedule interleaved needs 2 or more stages per rank; use --pipeline-schedule 1f1b, "
+                     "or --num-virtual-stages-per-pipeline-rank 2.")
     if SCHEDULES[name].is_v_shaped and per_rank != SCHEDULES[name].only_stages_per_rank:
         found.append(f"--pipeline-schedule {name} has exactly {SCHEDULES[name].only_stages_per_rank} stages per rank, "
                      f"not {per_rank}.")
@@ -72,12 +73,13 @@ def _microbatch_rules(run: Run, global_batch_size: int) -> list[str]:
     if takes_microbatches(name, number, pp):
         return []
     candidates = [other for other in range(1, 4 * max(number, 2 * pp) + 1) if takes_microbatches(name, other, pp)]
-    nearest = sorted(sorted(candidates, key=lambda other: abs(other - number))[:2])
+    closest = sorted(sorted(candidates, key=lambda other: abs(other - number))[:2])
     rule = f"at least {2 * pp} microbatches" if name == "dualpipev" else \
         f"fewer microbatches than twice the {pp} pipeline ranks, or a number that makes equal rounds of at least {pp}"
-    return [f"--global-batch-size {global_batch_size} makes {number} microbatches (--micro-batch-size "
+    made = counted(number, "microbatch", "microbatches")
+    return [f"--global-batch-size {global_batch_size} makes {made} (--micro-batch-size "
             f"{train.micro_batch_size} x data-parallel size {parallel.dp} each), but --pipeline-schedule {name} needs "
-            f"{rule}; the nearest valid values are {either([other * step for other in nearest])}."]
+            f"{rule}; {nearest([other * step for other in closest])}."]
 
 
 def check_ring(run: Run) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_sp.config.cli.values import either, nearest_multiples
+from megatron_sp.config.cli.values import counted, either, nearest, nearest_multiples
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.batch_schedule import parse_batch_schedule
 
@@ -41,11 +41,12 @@ def check_parallel(run: Run) -> list[str]:
         return []
     found = []
     if world % (tp * pp * sp):
-        found.append(f"{world} processes cannot be divided into groups of {_groups_text(run)} = {tp * pp * sp}; start "
-                     f"{either(nearest_multiples(world, tp * pp * sp))} processes, or lower one of the sizes.")
+        found.append(f"{counted(world, 'process', 'processes')} cannot be divided into groups of {_groups_text(run)} = "
+                     f"{tp * pp * sp}; start {either(nearest_multiples(world, tp * pp * sp))} processes, or lower one "
+                     "of the sizes.")
     elif parallel.fsdp_size and parallel.fsdp % parallel.fsdp_size:
-        found.append(f"--fsdp-size {parallel.fsdp_size} does not divide the {parallel.fsdp} data- and "
-                     f"sequence-parallel processes ({world} / (--tensor-model-parallel-size {tp} x "
+        found.append(f"--fsdp-size {parallel.fsdp_size} is not a divisor of the data- and "
+                     f"sequence-parallel size {parallel.fsdp} ({world} / (--tensor-model-parallel-size {tp} x "
                      f"--pipeline-model-parallel-size {pp})).")
     heads = model.num_attention_heads
     if heads > 0 and heads % tp:
@@ -81,8 +82,14 @@ def check_overlap(run: Run) -> list[str]:
     heads = run.model.num_attention_heads // parallel.tp
     if 0 < heads < parallel.ulysses * count:
         found.append(f"{flag}: each group needs a head for each of the --ulysses-size {parallel.ulysses} ranks, and a "
-                     f"tensor-parallel rank has {heads} heads; use {max(1, heads // parallel.ulysses)} or less.")
+                     f"tensor-parallel rank has {counted(heads, 'head')}; "
+                     f"{_at_most(flag, heads // parallel.ulysses)}.")
     return found
+
+
+def _at_most(flag: str, count: int) -> str:
+    """The cure for too many groups of heads: fewer of them, or no flag where only one group is left."""
+    return f"use {count} or less" if count > 1 else f"leave {flag.partition(' ')[0]} out"
 
 
 def _groups_text(run: Run) -> str:
@@ -107,8 +114,8 @@ def check_sequence(run: Run) -> list[str]:
     if step < 1 or length < 1 or length % step == 0:
         return []
     said = " x ".join(f"{flag} {size}" for flag, size in shares.items() if size > 1)
-    return [f"--seq-length {length} does not divide into {step} parts ({said}); the nearest valid lengths are "
-            f"{either(nearest_multiples(length, step))}."]
+    return [f"--seq-length {length} does not divide into {step} parts ({said}); "
+            f"{nearest(nearest_multiples(length, step), 'length')}."]
 
 
 def check_batch(run: Run) -> list[str]:
@@ -119,8 +126,9 @@ def check_batch(run: Run) -> list[str]:
     dp = max(parallel.dp, 1)
     step = train.micro_batch_size * dp
     found: list[str] = []
-    spelled = (f"--micro-batch-size {train.micro_batch_size} x data-parallel size {dp} = {step} ({dp} = "
-               f"{parallel.world_size} processes / {parallel.tp * parallel.pp * parallel.sp} per replica"
+    processes = counted(parallel.world_size, "process", "processes")
+    spelled = (f"--micro-batch-size {train.micro_batch_size} x data-parallel size {dp} = {step} ({dp} = {processes} / "
+               f"{parallel.tp * parallel.pp * parallel.sp} per replica"
                f"{': ' + _groups_text(run) if _groups_text(run) else ''})")
     rounding = train.decrease_batch_size_if_needed
     if train.step_batch_size_schedule:
@@ -128,8 +136,8 @@ def check_batch(run: Run) -> list[str]:
     if train.global_batch_size < step and rounding:
         found.append(f"--global-batch-size {train.global_batch_size} is below {spelled}; choose {step} or more.")
     elif train.global_batch_size % step and not rounding:
-        found.append(f"--global-batch-size {train.global_batch_size} is not a multiple of {spelled}; the nearest valid "
-                     f"values are {either(nearest_multiples(train.global_batch_size, step))}.")
+        found.append(f"--global-batch-size {train.global_batch_size} is not a multiple of {spelled}; "
+                     f"{nearest(nearest_multiples(train.global_batch_size, step))}.")
     return found + _rampup(run, step, spelled)
 
 
@@ -150,8 +158,8 @@ def _step_schedule(run: Run, step: int, spelled: str) -> list[str]:
         if size < step and train.decrease_batch_size_if_needed:
             found.append(f"{flag}: {size} is below {spelled}; choose {step} or more.")
         elif size % step and not train.decrease_batch_size_if_needed:
-            found.append(f"{flag}: {size} is not a multiple of {spelled}; the nearest valid values are "
-                         f"{either(nearest_multiples(size, step))}.")
+            found.append(f"{flag}: {size} is not a multiple of {spelled}; "
+                         f"{nearest(nearest_multiples(size, step))}.")
     return found
 
 

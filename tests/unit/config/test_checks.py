@@ -109,7 +109,7 @@ def test_sequence_divides():
     both = "--seq-length 132 --ulysses-size 4 --tensor-model-parallel-size 2"
     assert not problems(both, world=8)
     assert "128 or 136" in one(both + " --sequence-parallel", world=8)
-    assert one("--seq-length 2 --ulysses-size 4", world=4).endswith("lengths are 4.")
+    assert one("--seq-length 2 --ulysses-size 4", world=4).endswith("the nearest valid length is 4.")
 
 
 def test_world_size_divides():
@@ -127,8 +127,18 @@ def test_global_batch_divides():
                                      world=2)
 
 
+def test_one_of_a_thing_is_singular():
+    assert "1 process cannot be divided" in one("--ulysses-size 2")
+    assert "(1 = 1 process / 1 per replica); the nearest valid value is 4." in one(
+        "--micro-batch-size 4 --global-batch-size 3")
+    assert one("--profile --profile-ranks 1") == "--profile-ranks 1: there is only rank 0."
+    assert "has 4 heads; leave --ulysses-overlap-groups out." in one(
+        "--ulysses-size 4 --tensor-model-parallel-size 2 --ulysses-overlap-groups 2", world=8)
+
+
 def test_fsdp_size_divides():
-    assert "--fsdp-size 3 does not divide the 4" in one("--fsdp-size 3 --ulysses-size 2", world=4)
+    assert "--fsdp-size 3 is not a divisor of the data- and sequence-parallel size 4" in one(
+        "--fsdp-size 3 --ulysses-size 2", world=4)
     assert not problems("--fsdp-size 2 --ulysses-size 2", world=4)
 
 
