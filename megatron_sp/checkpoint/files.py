@@ -1,23 +1,25 @@
-"""Checkpoint directories on disk: names, tracker, manifest, durability. Imports no torch.
+"""Find and verify checkpoints on disk: names, tracker, manifest. Imports no torch; ``writing.py`` is the other half.
 
 ::
 
-    DIR/latest_checkpointed_iteration.txt      the tracker: which one to load
-    DIR/iter_0000008/manifest.json             names, sizes and checksums of all other files
-    DIR/iter_0000008/state.json, *.distcp ...
-    DIR/iter_0000016.building/                 a save that never finished
+    SAVE/latest_checkpointed_iteration.txt     the tracker: which iteration to load
+    SAVE/config.json                           the configuration of the last run that wrote here
+    SAVE/run.lock                              which run writes here now (see lock.py)
+    SAVE/iter_0000008/manifest.json            name, size and checksum of every other file
+    SAVE/iter_0000008/state.json, .metadata, *.distcp
+    SAVE/iter_0000016.building/                a save that has not finished
+    SAVE/iter_0000016.replaced/                the earlier checkpoint of an iteration that is saved again
 
-A directory without the suffix is complete: it was written under the other name, made durable and
-renamed. The tracker is moved last.
+``iter_N`` and ``iter_N.replaced`` are complete when they hold a manifest, because a save writes the manifest last and
+only then takes away the suffix ``.building``.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import zlib
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +30,70 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 CONFIG = "config.json"
 BUILDING = ".building"
+REPLACED = ".replaced"
 FORMAT = 1
 
 _READ_SIZE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run loads.
+
+    Attributes:
+        path: its directory.
+        iteration: the iteration it holds.
+        notes: sentences for the log about how it was found.
+    """
+
+    path: Path
+    iteration: int
+    notes: list[str] = field(default_factory=list)
 
 
 def directory_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def iteration_directories(directory: Path, suffix: str = "") -> dict[int, Path]:
+    """Directories named ``iter_N`` + suffix, by iteration, ascending; other names are ignored."""
+    matches = ((re.fullmatch(rf"iter_(\d+){re.escape(suffix)}", path.name), path) for path in directory.glob("iter_*"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def complete_checkpoints(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints of a directory by iteration, ascending.
+
+    A save that replaces an iteration first renames the old checkpoint to ``iter_N.replaced``. A kill right after that
+    leaves only this name; then the checkpoint under it counts.
+    """
+    candidates = iteration_directories(directory, REPLACED) | iteration_directories(directory)
+    for iteration, path in iteration_directories(directory, REPLACED).items():
+        if not (candidates[iteration] / MANIFEST).is_file():
+            candidates[iteration] = path
+    return {number: path for number, path in sorted(candidates.items()) if (path / MANIFEST).is_file()}
+
+
 def complete_iterations(directory: Path) -> list[int]:
-    """Iterations of the complete checkpoints in a directory, ascending; other names are ignored."""
-    found = []
-    for path in directory.glob("iter_*"):
-        match = re.fullmatch(r"iter_(\d+)", path.name)
-        if match and (path / MANIFEST).is_file():
-            found.append(int(match[1]))
-    return sorted(found)
+    """Iterations of the complete checkpoints in a directory, ascending."""
+    return list(complete_checkpoints(directory))
+
+
+def directories_without_manifest(directory: Path, *, after: int = -1) -> list[str]:
+    """Names of ``iter_N`` that no finished save of this program made, for example Megatron-LM's.
+
+    Args:
+        after: only those of later iterations.
+    """
+    return [path.name for iteration, path in iteration_directories(directory).items()
+            if iteration > after and not (path / MANIFEST).is_file()]
 
 
 def read_tracker(directory: Path) -> int | None:
     """Iteration the tracker points to; None when there is no tracker.
 
     Raises:
-        CheckpointError: the tracker holds something else than a number.
+        CheckpointError: the tracker cannot be read or holds something else than a number.
     """
     path = directory / TRACKER
     try:
@@ -61,33 +103,54 @@ def read_tracker(directory: Path) -> int | None:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read the tracker {path}: {error}") from None
     if not re.fullmatch(r"[0-9]+", text):
-        raise CheckpointError(f"the tracker {path} holds {text[:40]!r}, not an iteration; {_choices(directory)}")
+        raise CheckpointError(f"the tracker {path} holds {text[:40]!r}, not an iteration; {choices(directory)}")
     return int(text)
 
 
-def find_checkpoint(directory: str | Path, iteration: int | None = None) -> Path | None:
-    """The directory to load: this iteration, else the tracker's; None when there is no tracker.
+def find_checkpoint(directory: str | Path, iteration: int | None = None) -> Found | None:
+    """Find the checkpoint to load: that of ``iteration``, else the tracker's, else the newest complete one.
+
+    A kill between the first save and its tracker leaves a complete checkpoint without a tracker; it is used.
+
+    Returns:
+        the checkpoint, or None when the directory holds nothing that looks like one
 
     Raises:
-        CheckpointError: the tracker is unreadable, or missing beside checkpoints; or the checkpoint is not there or
-            not complete.
+        CheckpointError: the tracker cannot be read, the checkpoint it names is missing or incomplete, or there are
+            only directories that this program did not finish.
     """
     directory = Path(directory)
+    complete = complete_checkpoints(directory)
     named = iteration if iteration is not None else read_tracker(directory)
+    notes = []
     if named is None:
-        if complete_iterations(directory):
-            raise CheckpointError(f"{directory} has checkpoints but no tracker ({TRACKER}); {_choices(directory)}, or "
-                                  "write its number into the tracker. To start afresh take another directory")
-        return None
-    path = directory / directory_name(named)
-    if not (path / MANIFEST).is_file():
+        if not complete:
+            _refuse_unknown(directory)
+            return None
+        named = max(complete)
+        notes.append(f"{directory} has no tracker ({TRACKER}), as after a kill during the first save; its newest "
+                     f"complete checkpoint is used: iteration {named}")
+    if named not in complete:
+        path = directory / directory_name(named)
         source = f"--ckpt-step {named}" if iteration is not None else f"the tracker {directory / TRACKER}"
-        what = "is not complete (no manifest)" if path.is_dir() else "does not exist"
-        raise CheckpointError(f"{path}, named by {source}, {what}; {_choices(directory)}")
-    return path
+        what = f"is not complete (no {MANIFEST})" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{path}, named by {source}, {what}; {choices(directory)}")
+    if newer := [number for number in complete if number > named]:
+        listed = ", ".join(map(str, newer))
+        notes.append(f"{directory} also has complete checkpoints of later iterations: {listed}. To load one give "
+                     "--ckpt-step; otherwise they stay until this run saves the same iteration again")
+    return Found(complete[named], named, notes)
 
 
-def _choices(directory: Path) -> str:
+def _refuse_unknown(directory: Path) -> None:
+    """Raise where ``iter_N`` directories without a manifest are all there is: starting afresh could replace them."""
+    if unknown := directories_without_manifest(directory):
+        raise CheckpointError(f"{directory} holds {', '.join(unknown)} without {MANIFEST}: not a complete checkpoint "
+                              "of this program. Move it away to start afresh, or give another directory")
+
+
+def choices(directory: Path) -> str:
+    """Tell the user which checkpoints of a directory could be loaded instead."""
     found = complete_iterations(directory)
     if not found:
         return "there is no complete checkpoint in the directory"
@@ -97,39 +160,28 @@ def _choices(directory: Path) -> str:
 def read_json(path: Path) -> Any:
     """Raises CheckpointError when the file is missing or not JSON."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The plain state of a checkpoint: counters, configuration, unpadded vocabulary size.
-
-    Raises:
-        CheckpointError: damaged, unreadable, or written by a newer version.
-    """
-    if (entry := read_manifest(path).get(STATE)) is None:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: it does not list {STATE}; {_choices(path.parent)}")
-    if harm := damage(path / STATE, entry):
-        raise CheckpointError(f"{harm}; {_choices(path.parent)}")
-    state = read_json(path / STATE)
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(f"{path / STATE} has format {found!r}; this version reads format {FORMAT}")
-    return state
-
-
 def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Sizes and checksums by file name.
+    """Sizes and checksums of a checkpoint's files by name.
 
     Raises:
-        CheckpointError: unreadable or not a manifest.
+        CheckpointError: unreadable, not a manifest, or that of another iteration than the directory's name says.
     """
     manifest = read_json(path / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or manifest.get("format") != FORMAT or not all(
             isinstance(entry, dict) and {"bytes", "crc32"} <= entry.keys() for entry in files.values()):
         raise CheckpointError(f"{path / MANIFEST} is damaged: not a manifest of format {FORMAT}")
+    if foreign := [name for name in files if Path(name).name != name]:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {foreign[0]!r} is not the name of a file beside it")
+    match = re.fullmatch(rf"iter_(\d+)({re.escape(REPLACED)})?", path.name)
+    if match and manifest.get("iteration") != int(match[1]):
+        raise CheckpointError(f"{path} holds the checkpoint of iteration {manifest.get('iteration')} under the name of "
+                              "another one; give the directory its own name back, or load another checkpoint")
     return files
 
 
@@ -148,7 +200,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def damage(path: Path, entry: dict[str, Any]) -> str:
-    """What is wrong with a file, compared with its entry in the manifest; empty when nothing is."""
+    """Say how a file differs from its entry in the manifest; empty when it does not."""
     if not path.is_file():
         return f"{path} is missing"
     size = path.stat().st_size
@@ -159,48 +211,6 @@ def damage(path: Path, entry: dict[str, Any]) -> str:
     return ""
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a file under another name, make it durable and rename it: the old content or the new one."""
-    aside = path.with_name(path.name + BUILDING)
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def start_building(directory: Path, iteration: int) -> Path:
-    """An empty directory to write a checkpoint into; what unfinished saves left behind is removed."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for stale in directory.glob(f"iter_*{BUILDING}"):
-        shutil.rmtree(stale)
-    path = directory / (directory_name(iteration) + BUILDING)
-    path.mkdir()
-    return path
-
-
-def finish_building(building: Path, iteration: int, files: dict[str, dict[str, Any]]) -> Path:
-    """Write the manifest, rename the directory and move the tracker to it; returns the final path."""
-    manifest = {"format": FORMAT, "iteration": iteration, "files": dict(sorted(files.items()))}
-    write_durably(building / MANIFEST, json.dumps(manifest, indent=1))
-    directory = building.parent
-    final = directory / directory_name(iteration)
-    replaced = directory / (directory_name(iteration) + ".replaced" + BUILDING)
-    if final.exists():     # the same iteration once more, after going back with --ckpt-step
-        os.rename(final, replaced)
-    os.rename(building, final)
-    sync_directory(directory)
-    write_durably(directory / TRACKER, f"{iteration}\n")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    return final
+def unlisted(path: Path, manifest: dict[str, dict[str, Any]]) -> list[str]:
+    """Names of files in a checkpoint that its manifest does not list. Nothing reads them."""
+    return sorted(file.name for file in path.iterdir() if file.name != MANIFEST and file.name not in manifest)

@@ -1,15 +1,12 @@
-"""Save and load checkpoints, all ranks together; see docs/reference/checkpoints.md for the format.
-
-Whatever goes wrong on one rank is raised on every rank, so that none is left waiting.
-"""
+"""Save and load checkpoints, all ranks together; docs/reference/checkpoints.md describes the format."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_sp.checkpoint import compare, files
+from megatron_sp.checkpoint import compare, files, writing
+from megatron_sp.checkpoint.agreement import gather, in_words, on_every_rank, on_rank_zero
+from megatron_sp.checkpoint.lock import refuse_foreign_lock
+from megatron_sp.checkpoint.metadata import METADATA, CheckpointReader
 from megatron_sp.checkpoint.state import (
     Piece,
     PieceLoadPlanner,
@@ -27,11 +27,10 @@ from megatron_sp.checkpoint.state import (
     model_pieces,
     optimizer_pieces,
 )
+from megatron_sp.checkpoint.state_file import read_state
 from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import CheckpointError
-
-T = TypeVar("T")
 
 
 def save_checkpoint(directory: str | Path, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer,
@@ -39,29 +38,70 @@ def save_checkpoint(directory: str | Path, iteration: int, model: nn.Module, opt
     """Write ``directory/iter_NNNNNNN`` and let the tracker point to it. All ranks call it.
 
     Args:
-        state: counters and other plain values (JSON); comes back from ``load_checkpoint``.
+        state: the parts ``train``, ``schedule`` and ``loss_scaler`` and other plain values (JSON);
+            ``load_checkpoint`` returns them.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: it could not be written; what was there before is untouched.
+        CheckpointError: on all ranks; it could not be written. Earlier checkpoints are untouched, and what was written
+            of this one is removed.
     """
     directory = Path(directory)
     optimizer_state = optimizer_pieces(model, optimizer, run.model)
     pieces = model_pieces(model, run.model) | optimizer_state
     plain = {"format": files.FORMAT, "iteration": iteration, "vocab_size": run.model.vocab_size,
              "optimizer": type(optimizer).__name__ if optimizer_state else None, **state, "config": to_dict(run)}
-    building = directory / (files.directory_name(iteration) + files.BUILDING)
-    _first_rank(f"cannot write to {directory}", lambda: files.start_building(directory, iteration))
-    _together(f"cannot write {building}", lambda: _write_tensors(building, pieces))
-    own = _together(f"cannot read back {building}", lambda: _describe_own(building))
-    entries = {name: entry for part in own for name, entry in part.items()}
-    return _first_rank(f"cannot finish {building}", lambda: _finish(building, iteration, plain, entries))
+
+    def start() -> Path:
+        refuse_foreign_lock(directory)
+        return writing.start_building(directory, iteration)
+
+    building = on_rank_zero(f"cannot write to {directory}", start)
+    try:
+        on_every_rank(f"cannot write {building}", lambda: _write_tensors(building, pieces))
+        entries = on_every_rank(f"cannot read back {building}", lambda: _describe_own(building))
+        return on_rank_zero(f"cannot finish {building}", lambda: _finish(building, iteration, plain, entries))
+    except CheckpointError:
+        with contextlib.suppress(OSError, CheckpointError):
+            _discard(building)
+        raise
+
+
+def _discard(building: Path) -> None:
+    """Give back the space of a failed save. Each rank removes its own file, in case rank 0 does not see it."""
+    for path in building.glob(f"__{dist.get_rank()}_*"):
+        path.unlink()
+    if dist.get_rank() == 0:
+        writing.remove_unfinished(building)
+    else:
+        building.rmdir()      # succeeds only where this rank's directory is not rank 0's, or rank 0 is not there yet
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes files durably; an error names the file and its cause, which torch would drop on the way to other ranks."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        with _naming(Path(self.path) / f"__{dist.get_rank()}_0.distcp"):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        with _naming(Path(self.path) / METADATA):
+            super().finish(metadata, results)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn an error while a file is written into a CheckpointError that names the file."""
+    try:
+        yield
+    except Exception as error:      # file systems raise OSError, torch's writer RuntimeError
+        raise CheckpointError(f"rank {dist.get_rank()} cannot write {path}: {in_words(error)}") from None
 
 
 def _write_tensors(building: Path, pieces: dict[str, Piece]) -> None:
-    dcp.save(pieces, storage_writer=dcp.FileSystemWriter(building, sync_files=True), planner=PieceSavePlanner())
+    dcp.save(pieces, storage_writer=_Writer(building, sync_files=True), planner=PieceSavePlanner())
 
 
 def _describe_own(building: Path) -> dict[str, dict[str, Any]]:
@@ -69,12 +109,23 @@ def _describe_own(building: Path) -> dict[str, dict[str, Any]]:
     return {path.name: files.describe(path) for path in building.glob(f"__{dist.get_rank()}_*")}
 
 
-def _finish(building: Path, iteration: int, state: dict[str, Any], entries: dict[str, dict[str, Any]]) -> Path:
-    files.write_durably(building / files.STATE, json.dumps(state, indent=1))
+def _finish(building: Path, iteration: int, state: dict[str, Any], parts: list[dict[str, dict[str, Any]]]) -> Path:
+    """Complete a checkpoint on rank 0.
+
+    Args:
+        parts: manifest entries of the files that each rank wrote.
+    """
+    for rank, part in enumerate(parts):
+        for name in part:
+            if not (building / name).is_file():
+                raise CheckpointError(f"rank {rank} wrote {building / name}, but rank 0 does not find it there: the "
+                                      "directory must be the same one on all ranks, on a file system they share")
+    entries = {name: entry for part in parts for name, entry in part.items()}
+    writing.write_durably(building / files.STATE, json.dumps(state, indent=1))
     for path in building.iterdir():
         if path.name not in entries:
             entries[path.name] = files.describe(path)
-    return files.finish_building(building, iteration, entries)
+    return writing.finish_building(building, iteration, entries)
 
 
 def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, run: Run, *,
@@ -87,18 +138,20 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
         optimizer: one that has made no step, or None to load weights only.
 
     Returns:
-        The plain state that was saved, or None when the directory has no tracker.
+        The plain state that was saved, plus ``notes``: sentences for the log. None when there is no checkpoint.
 
     Raises:
-        CheckpointError: damaged, incomplete, or of another model.
+        CheckpointError: on all ranks; damaged, incomplete, or of another model.
     """
-    path = _first_rank("cannot look for a checkpoint", lambda: files.find_checkpoint(directory, iteration))
-    if path is None:
+    found = on_rank_zero("cannot look for a checkpoint", lambda: files.find_checkpoint(directory, iteration))
+    if found is None:
         return None
-    state = _first_rank(f"cannot read {path}", lambda: files.read_state(path))
+    path = found.path
+    state = on_rank_zero(f"cannot read {path}", lambda: read_state(path))
     compare.check_model(state["config"], run, str(path))
-    _verify_files(path)
+    manifest = _verify_files(path)
     pieces = model_pieces(model, run.model)
+    saved_tensors: dict[str, TensorStorageMetadata] = {}
     has_optimizer = state["optimizer"] is not None
     if optimizer is not None and has_optimizer:
         kind = type(optimizer).__name__
@@ -107,84 +160,47 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
                                   "give the checkpoint's --optimizer")
         create_optimizer_state(model, optimizer)
         pieces |= optimizer_pieces(model, optimizer, run.model)
-    reader = dcp.FileSystemReader(path)
-    _check_tensors(path, pieces, reader, expect_all=optimizer is not None)
+    reader = CheckpointReader(path, manifest)
+    on_every_rank(f"cannot read {path}", lambda: saved_tensors.update(reader.read_tensor_entries()))
+    _check_tensors(path, pieces, saved_tensors, expect_all=optimizer is not None)
     with torch.no_grad():
-        _together(f"cannot read {path}", lambda: dcp.load(pieces, storage_reader=reader, planner=PieceLoadPlanner()))
+        on_every_rank(f"cannot read {path}",
+                      lambda: dcp.load(pieces, storage_reader=reader, planner=PieceLoadPlanner()))
         finish_loading(model, optimizer, run.model, pieces)
-    return state
+    extra = on_rank_zero(f"cannot list {path}", lambda: files.unlisted(path, manifest))
+    ignored = [f"{path} holds files that its manifest does not list; they are not read: {', '.join(extra)}"]
+    return state | {"notes": found.notes + (ignored if extra else [])}
 
 
-def _verify_files(path: Path) -> None:
-    """Compare every file with the manifest; the ranks share the reading."""
-    manifest = _first_rank(f"cannot read {path}", lambda: files.read_manifest(path))
+def _verify_files(path: Path) -> dict[str, dict[str, Any]]:
+    """Compare every file with the manifest, which is returned; the ranks share the reading."""
+    manifest = on_rank_zero(f"cannot read {path}", lambda: files.read_manifest(path))
     mine = list(manifest.items())[dist.get_rank()::dist.get_world_size()]
-    found = _together(f"cannot verify {path}", lambda: [files.damage(path / name, entry) for name, entry in mine])
+    found = on_every_rank(f"cannot verify {path}", lambda: [files.damage(path / name, entry) for name, entry in mine])
     damaged = [text for part in found for text in part if text]
     if damaged:
         raise CheckpointError(f"{'; '.join(damaged)}. Load another one with --ckpt-step; complete checkpoints here: "
                               f"{', '.join(map(str, files.complete_iterations(path.parent)))}")
+    return manifest
 
 
-def _check_tensors(path: Path, pieces: dict[str, Piece], reader: dcp.FileSystemReader, expect_all: bool) -> None:
-    """Every tensor of the model is in the checkpoint with the same shape and type, and nothing else is."""
-    saved = reader.read_metadata().state_dict_metadata
+def _check_tensors(path: Path, pieces: dict[str, Piece], saved: dict[str, TensorStorageMetadata],
+                   expect_all: bool) -> None:
+    """Check that the checkpoint's tensors are those of the model, in shape and type.
+
+    Args:
+        expect_all: also refuse optimizer states that the run has no place for.
+    """
     own = {name: (tuple(piece.shape), str(piece.data.dtype)) for name, piece in pieces.items()}
-    wanted = {name: entry for part in _gather(own) for name, entry in part.items()}
+    wanted = {name: entry for part in gather(own) for name, entry in part.items()}
     problems = [f"{name} is not in the checkpoint" for name in sorted(wanted.keys() - saved.keys())]
     unknown = sorted(name for name in saved.keys() - wanted.keys() if expect_all or name.startswith("model."))
     problems += [f"the checkpoint's {name} has no place in the model" for name in unknown]
     for name in sorted(wanted.keys() & saved.keys()):
-        entry = saved[name]
-        assert isinstance(entry, TensorStorageMetadata)
-        found = tuple(entry.size), str(entry.properties.dtype)
+        found = tuple(saved[name].size), str(saved[name].properties.dtype)
         if found != wanted[name]:
             problems.append(f"{name} is {found[1]} {list(found[0])} in the checkpoint and "
                             f"{wanted[name][1]} {list(wanted[name][0])} in the model")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems[:5])}{more}")
-
-
-def _gather(value: T) -> list[T]:
-    """Every rank's value, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-@dataclass(frozen=True)
-class _Outcome(Generic[T]):
-    """What an action gave on one rank: a value, or an error and whether its text needs no context."""
-
-    value: T | None = None
-    error: str = ""
-    is_whole_story: bool = False
-
-    @classmethod
-    def of(cls, action: Callable[[], T]) -> _Outcome[T]:
-        try:
-            return cls(value=action())
-        except CheckpointError as error:
-            return cls(error=str(error), is_whole_story=True)
-        except Exception as error:  # torch's checkpoint errors have no common base
-            return cls(error=f"{type(error).__name__}: {error}")
-
-
-def _together(what: str, action: Callable[[], T]) -> list[T]:
-    """Do something on every rank and return all results by rank; a failure of any is raised on all."""
-    outcomes = _gather(_Outcome.of(action))
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error:
-            raise CheckpointError(outcome.error if outcome.is_whole_story else f"{what}: rank {rank}: {outcome.error}")
-    return [cast(T, outcome.value) for outcome in outcomes]
-
-
-def _first_rank(what: str, action: Callable[[], T]) -> T:
-    """Do something on rank 0 and give every rank the result; a failure is raised on all."""
-    answer: list[Any] = [_Outcome.of(action) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(answer, src=0)
-    outcome: _Outcome[T] = answer[0]
-    if outcome.error:
-        raise CheckpointError(outcome.error if outcome.is_whole_story else f"{what}: {outcome.error}")
-    return cast(T, outcome.value)

@@ -1,4 +1,4 @@
-"""A trained model out of a checkpoint, for tools that read it and train no further."""
+"""Load a trained model from a checkpoint, for tools that use it and do not train it further."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from megatron_sp import runtime
 from megatron_sp.checkpoint import files
+from megatron_sp.checkpoint.state_file import read_part, read_state
 from megatron_sp.checkpoint.store import load_checkpoint
 from megatron_sp.config.resolve import resolve, with_vocab
 from megatron_sp.config.rules.sizes import check_parallel
@@ -21,17 +22,21 @@ from megatron_sp.parallel.mesh import ParallelMesh
 
 
 def read_config(directory: Path, iteration: int | None, *, tp: int = 1) -> Run:
-    """The run that wrote the newest checkpoint (or that of one iteration), laid out anew: ``tp`` processes, no more.
+    """Return the configuration of the run that wrote a checkpoint, changed to ``tp`` tensor-parallel processes.
+
+    Args:
+        directory: the ``--save`` directory of the training run.
+        iteration: the checkpoint's iteration; None for the newest.
 
     Raises:
         CheckpointError: there is no complete checkpoint.
         ConfigError: the model does not divide over ``tp``.
     """
-    path = files.find_checkpoint(directory, iteration)
-    if path is None:
+    found = files.find_checkpoint(directory, iteration)
+    if found is None:
         raise CheckpointError(f"--load {directory} holds no checkpoint ({files.TRACKER} is missing); give the --save "
                               "directory of a training run")
-    saved = from_dict(files.read_state(path)["config"])
+    saved = read_part(read_state(found.path), "config", from_dict)
     run = replace(saved, parallel=Parallel(tp=tp), model=replace(saved.model, padded_vocab_size=0), memory=Memory())
     run = resolve(run, world_size=tp)
     if problems := check_parallel(run):
@@ -40,13 +45,13 @@ def read_config(directory: Path, iteration: int | None, *, tp: int = 1) -> Run:
 
 
 def for_device(run: Run) -> Run:
-    """In fp32 on a CPU, where it is faster; in the precision of the training on a GPU."""
+    """Return the run in fp32 on a CPU, where fp32 is faster; unchanged, in the precision of the training, on a GPU."""
     return run if torch.cuda.is_available() else replace(run, precision=Precision())
 
 
 def load_model(run: Run, directory: Path, iteration: int | None,
                environment: runtime.Environment | None = None) -> GPT:
-    """Join the process group, build the model and fill it; in evaluation mode."""
+    """Join the process group, build the model, fill it from the checkpoint and set it to evaluation mode."""
     device = runtime.start(run.parallel, environment or runtime.Environment())
     model = build_model(run, ParallelMesh.build(run.parallel, device))
     assert isinstance(model, GPT)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.checkpoint import compare
-from megatron_sp.checkpoint.files import CONFIG, write_durably
+from megatron_sp.checkpoint.state_file import read_part
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_sp.errors import CheckpointError, ConfigError
+from megatron_sp.errors import CheckpointError
 from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.runtime import Environment, start, stop
 from megatron_sp.train.report.recorder import Recorder
@@ -44,14 +42,21 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
     if environment.rank == 0:
         publish(run, notes)
     device = start(run.parallel, environment, signals)
-    trainer = build_trainer(run, tokenizer, device, signals, started=started)
-    try:
-        trainer.fit()
-    except BaseException:
-        trainer.abandon()
-        raise
-    trainer.close()
-    stop()
+
+    from megatron_sp.checkpoint.save_directory import reserve_save_directory, store_configuration
+
+    with reserve_save_directory(run) as lock_notes:
+        trainer = build_trainer(run, tokenizer, device, signals, started=started)
+        try:
+            store_configuration(run)      # not earlier: a run that is refused must leave the file as it is
+            for note in lock_notes:
+                trainer.recorder.say(note)
+            trainer.fit()
+        except BaseException:
+            trainer.abandon()
+            raise
+        trainer.close()
+        stop()
     return 0
 
 
@@ -65,21 +70,12 @@ def choose_tokenizer(run: Run) -> Tokenizer:
 
 
 def publish(run: Run, notes: Sequence[str]) -> None:
-    """Print the resolved configuration once and store it with the run."""
+    """Print the resolved configuration once."""
     print("\n".join(notes), end="\n" if notes else "")
-    values = to_dict(run)
     print("configuration:")
-    for section, fields in values.items():
+    for section, fields in to_dict(run).items():
         for name, value in fields.items():
             print(f"  {section + '.' + name:.<52} {value}")
-    if run.checkpoint.save:
-        directory = Path(run.checkpoint.save)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            write_durably(directory / CONFIG, json.dumps(values, indent=1))
-        except OSError as error:
-            raise ConfigError(f"--save {directory} cannot be written ({error.strerror}); give a directory with write "
-                              "permission and free space") from None
 
 
 def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSignals, *, started: float) -> Trainer:
@@ -107,12 +103,12 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
         saved = load(run, model, step.optimizer)
         notes = resume_notes(run, saved)
         if saved is not None:
-            state = TrainState.from_dict(saved["train"])
-            if scale_note := step.scaler.load_state_dict(saved["loss_scaler"]):
+            state = read_part(saved, "train", TrainState.from_dict)
+            if scale_note := read_part(saved, "loss_scaler", step.scaler.load_state_dict):
                 notes.append(scale_note)
             if not run.train.skip_train:
-                schedule = reconcile(step.schedule, Schedule.from_dict(saved["schedule"]), run)
-                step = replace(step, schedule=schedule)
+                saved_schedule = read_part(saved, "schedule", Schedule.from_dict)
+                step = replace(step, schedule=reconcile(step.schedule, saved_schedule, run))
     recorder = Recorder(run, device, timers, start_iteration=state.iteration, is_writer=mesh.global_rank == 0)
     for note in notes:
         recorder.say(note)
@@ -143,7 +139,7 @@ def load(run: Run, model: Any, optimizer: Any) -> dict[str, Any] | None:
     saved = load_checkpoint(flags.load, model, None if run.train.skip_train else optimizer, run,
                             iteration=flags.ckpt_step or None)
     if saved is None and flags.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {flags.load} holds no checkpoint (no tracker file) and "
+        raise CheckpointError(f"--load {flags.load} holds no checkpoint and "
                               "--exit-on-missing-checkpoint is given; name a directory that has one")
     return saved
 
@@ -151,8 +147,9 @@ def load(run: Run, model: Any, optimizer: Any) -> dict[str, Any] | None:
 def resume_notes(run: Run, saved: dict[str, Any] | None) -> list[str]:
     """What the user should know about a resume."""
     if saved is None:
-        return [f"WARNING: --load {run.checkpoint.load} holds no checkpoint (no tracker file); starting afresh"]
+        return [f"WARNING: --load {run.checkpoint.load} holds no checkpoint; starting afresh"]
     return [f"resumed from {run.checkpoint.load} at iteration {saved['iteration']}",
+            *(f"WARNING: {note}" for note in saved["notes"]),
             *(f"WARNING: {line}" for line in compare.changed(saved["config"], run))]
 
 

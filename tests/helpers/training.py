@@ -82,7 +82,8 @@ def copy_checkpoint(flags: str, source: str, target: str) -> bool:
     state = load_checkpoint(source, model, optimizer, run)
     assert state is not None
     pieces = model_pieces(model, run.model) | optimizer_pieces(model, optimizer, run.model)
-    save_checkpoint(target, state["iteration"], model, optimizer, {"train": state["train"]}, run)
+    plain = {name: state[name] for name in ("train", "schedule", "loss_scaler")}
+    save_checkpoint(target, state["iteration"], model, optimizer, plain, run)
     return all(not piece.padding.any() for piece in pieces.values() if piece.padding is not None)
 
 

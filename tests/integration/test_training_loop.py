@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sp.checkpoint.files import complete_iterations, read_state
+from megatron_sp.checkpoint.files import complete_iterations
+from megatron_sp.checkpoint.state_file import read_state
 from megatron_sp.train.report.metrics_file import read_metrics
 from tests.helpers.configs import STYLES, TRAINING
 from tests.integration.programs import TORCHRUN

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,6 @@ import pytest
 from megatron_sp.config.cli.flags import parse
 from megatron_sp.errors import ConfigError
 from megatron_sp.train.report.metrics_file import MetricsFile
-from megatron_sp.train.setup import publish
-from tests.helpers.configs import STYLES, tiny_run
-
-
-def test_a_save_directory_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    run = tiny_run(STYLES["llama"].split())
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match="--save .* cannot be written .*; give a directory"):
-            publish(replace(run, checkpoint=replace(run.checkpoint, save=str(place))), ())
 
 
 def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_sp.checkpoint.files import complete_iterations, read_state
+from megatron_sp.checkpoint.files import complete_iterations
+from megatron_sp.checkpoint.state_file import read_state
 from megatron_sp.data.batch import Microbatch
 from megatron_sp.train import garbage
 from megatron_sp.train.forward_backward import Engine

@@ -2,60 +2,90 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_sp.checkpoint import compare, files
+from megatron_sp.checkpoint import compare, files, writing
+from megatron_sp.checkpoint.state_file import read_part, read_state
+from megatron_sp.config.schema import Precision
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import CheckpointError
+from megatron_sp.train.health.loss_scale import LossScaler
 from tests.helpers.configs import STYLES, tiny_run
+from tests.helpers.kills import killed_saves, save
 
 
-def build(directory: Path, iteration: int, text: str = "data") -> Path:
-    building = files.start_building(directory, iteration)
-    (building / "__0_0.distcp").write_text(text)
-    return files.finish_building(building, iteration, {"__0_0.distcp": files.describe(building / "__0_0.distcp")})
+def found(directory: Path, iteration: int | None = None) -> Path | None:
+    checkpoint = files.find_checkpoint(directory, iteration)
+    return checkpoint.path if checkpoint else None
 
 
 def test_the_tracker_points_to_the_newest(tmp_path: Path) -> None:
     assert files.find_checkpoint(tmp_path) is None
-    build(tmp_path, 4)
-    build(tmp_path, 8)
-    assert files.find_checkpoint(tmp_path) == tmp_path / "iter_0000008"
-    assert files.find_checkpoint(tmp_path, 4) == tmp_path / "iter_0000004"
+    save(tmp_path, 4, "data")
+    save(tmp_path, 8, "data")
+    assert found(tmp_path) == tmp_path / "iter_0000008"
+    assert found(tmp_path, 4) == tmp_path / "iter_0000004"
     assert files.complete_iterations(tmp_path) == [4, 8]
 
 
 def test_an_unfinished_save_is_invisible_and_removed_by_the_next(tmp_path: Path) -> None:
-    build(tmp_path, 4)
-    stale = files.start_building(tmp_path, 8)
+    save(tmp_path, 4, "data")
+    stale = writing.start_building(tmp_path, 8)
     (stale / "__0_0.distcp").write_text("half")
-    assert files.find_checkpoint(tmp_path) == tmp_path / "iter_0000004"
-    build(tmp_path, 12)
+    assert found(tmp_path) == tmp_path / "iter_0000004"
+    save(tmp_path, 12, "data")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "iter_0000004", "iter_0000012", "latest_checkpointed_iteration.txt"]
 
 
 def test_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:
-    build(tmp_path, 4, "old")
-    build(tmp_path, 4, "new")
+    save(tmp_path, 4, "old")
+    save(tmp_path, 4, "new")
     assert (tmp_path / "iter_0000004" / "__0_0.distcp").read_text() == "new"
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize("before, iteration", [((), 4), ((4,), 8), ((4, 8), 4), ((4,), 4)],
+                         ids=["first", "next", "again_older", "again_newest"])
+def test_a_kill_at_any_instant_of_a_save_leaves_complete_checkpoints(
+        tmp_path: Path, before: tuple[int, ...], iteration: int) -> None:
+    """Whatever was complete before stays loadable, old or new, and the next run saves as if nothing had happened."""
+    (tmp_path / "source").mkdir()
+    for number in before:
+        save(tmp_path / "source", number, "old")
+    copies = killed_saves(tmp_path / "source", tmp_path, iteration, "new")
+    assert len(copies) > 10
+    for copy in copies:
+        assert set(before) <= set(files.complete_iterations(copy)) <= {*before, iteration}, copy
+        for number, path in files.complete_checkpoints(copy).items():
+            (entry,) = files.read_manifest(path).values()
+            assert files.damage(path / "__0_0.distcp", entry) == ""
+            assert (path / "__0_0.distcp").read_text() in ({"old", "new"} if number == iteration else {"old"})
+        assert before == () or found(copy) is not None
+        save(copy, iteration, "later")
+        assert found(copy) == copy / files.directory_name(iteration)
+        assert (copy / files.directory_name(iteration) / "__0_0.distcp").read_text() == "later"
+        left = {path.name for path in copy.iterdir()}
+        assert left == {files.directory_name(number) for number in (*before, iteration)} | {files.TRACKER}, copy
+
+
 @pytest.mark.parametrize("text", ["", "garbage", "-8", "release", "8 16"])
 def test_a_tracker_that_is_no_number(tmp_path: Path, text: str) -> None:
-    build(tmp_path, 4)
+    save(tmp_path, 4, "data")
     (tmp_path / files.TRACKER).write_text(text)
     with pytest.raises(CheckpointError, match="tracker.*complete checkpoints here: 4"):
         files.find_checkpoint(tmp_path)
 
 
 def test_a_tracker_that_points_nowhere(tmp_path: Path) -> None:
-    build(tmp_path, 4)
+    save(tmp_path, 4, "data")
     (tmp_path / files.TRACKER).write_text("8")
     with pytest.raises(CheckpointError, match="iter_0000008.*does not exist.*complete checkpoints here: 4"):
         files.find_checkpoint(tmp_path)
@@ -63,33 +93,120 @@ def test_a_tracker_that_points_nowhere(tmp_path: Path) -> None:
         files.find_checkpoint(tmp_path, 5)
 
 
-def test_a_lost_tracker_beside_checkpoints_is_no_fresh_start(tmp_path: Path) -> None:
-    build(tmp_path, 4)
+def test_without_a_tracker_the_newest_complete_checkpoint_is_used(tmp_path: Path) -> None:
+    save(tmp_path, 4, "data")
+    save(tmp_path, 8, "data")
     (tmp_path / files.TRACKER).unlink()
-    with pytest.raises(CheckpointError, match="no tracker.*complete checkpoints here: 4; choose one with --ckpt-step"):
+    checkpoint = files.find_checkpoint(tmp_path)
+    assert checkpoint and checkpoint.iteration == 8 and checkpoint.path == tmp_path / "iter_0000008"
+    assert "has no tracker" in checkpoint.notes[0] and "iteration 8" in checkpoint.notes[0]
+
+
+def test_newer_checkpoints_than_the_loaded_one_are_told(tmp_path: Path) -> None:
+    save(tmp_path, 4, "data")
+    save(tmp_path, 8, "data")
+    checkpoint = files.find_checkpoint(tmp_path, 4)
+    assert checkpoint and "later iterations: 8" in checkpoint.notes[0]
+
+
+def test_directories_of_other_programs_are_neither_loaded_nor_replaced(tmp_path: Path) -> None:
+    """A Megatron-LM checkpoint: refused when loading without a tracker, and at the latest in the save."""
+    theirs = tmp_path / "iter_0000002" / "mp_rank_00"
+    theirs.mkdir(parents=True)
+    (theirs / "model_optim_rng.pt").write_text("weights")
+    with pytest.raises(CheckpointError, match="holds iter_0000002 without manifest.json.*Move it away"):
         files.find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="iter_0000002 exists without manifest.json.*does not replace it"):
+        save(tmp_path, 2, "ours")
+    unknown = tmp_path / "iter_0000004.building"
+    unknown.mkdir()
+    (unknown / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds notes.txt, which this program did not write"):
+        save(tmp_path, 4, "ours")
+    assert (theirs / "model_optim_rng.pt").read_text() == "weights" and (unknown / "notes.txt").read_text() == "mine"
+
+
+def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 2, "data"), tmp_path / "iter_0000003")
+    with pytest.raises(CheckpointError, match="iter_0000003 holds the checkpoint of iteration 2"):
+        files.read_manifest(tmp_path / "iter_0000003")
+
+
+def test_files_beside_those_of_the_manifest_are_seen(tmp_path: Path) -> None:
+    path = save(tmp_path, 4, "data")
+    assert files.unlisted(path, files.read_manifest(path)) == []
+    (path / "__1_0.distcp").write_text("of another layout")
+    assert files.unlisted(path, files.read_manifest(path)) == ["__1_0.distcp"]
+
+
+STATE: dict[str, Any] = {
+    "format": 1, "iteration": 4, "vocab_size": 97, "optimizer": None, "schedule": {},
+    "config": {"model": {}, "data": {}, "train": {}, "precision": {"bf16": True}},
+    "train": {"iteration": 4, "consumed_samples": 16, "consumed_tokens": 64, "scheduler_samples": 16},
+    "loss_scaler": {"scale": 1.0, "tolerance": 2, "quiet_steps": 0}}
+
+
+def save_state(directory: Path, state: Any) -> Path:
+    building = writing.start_building(directory, 4)
+    writing.write_durably(building / files.STATE, json.dumps(state))
+    return writing.finish_building(building, 4, {files.STATE: files.describe(building / files.STATE)})
 
 
 @pytest.mark.parametrize("harm", [("config", "confih"), ('"format": 1', '"format": 2'), ("4", "5")])
 def test_a_damaged_state_is_called_damaged(tmp_path: Path, harm: tuple[str, str]) -> None:
-    building = files.start_building(tmp_path, 4)
-    files.write_durably(building / files.STATE, '{"format": 1, "config": {"model": {"num_layers": 4}}}')
-    path = files.finish_building(building, 4, {files.STATE: files.describe(building / files.STATE)})
-    assert files.read_state(path)["format"] == 1
+    path = save_state(tmp_path, STATE)
+    assert read_state(path)["format"] == 1
     (path / files.STATE).write_text((path / files.STATE).read_text().replace(*harm))
     with pytest.raises(CheckpointError, match="checksum differs from the manifest"):
-        files.read_state(path)
+        read_state(path)
+
+
+@pytest.mark.parametrize("changes, message", [
+    *(({name: None}, f"lacks the part '{name}'") for name in STATE if name not in ("format", "optimizer")),
+    ({"config": {**STATE["config"], "model": 5}}, "'config.model' of type int"),
+    ({"config": {"model": {}}}, "lacks the part 'config.data'"),
+    ({"train": {"iteration": 4}}, "lacks the part 'train.consumed_samples'"),
+    ({"train": {**STATE["train"], "consumed_tokens": "many"}}, "'many' as 'train.consumed_tokens'"),
+    ({"train": {**STATE["train"], "iteration": 3}}, "train.iteration 3 in the checkpoint of iteration 4"),
+    ({"iteration": 5}, "iteration 5 in the checkpoint of iteration 4"),
+])
+def test_a_state_that_lacks_a_part_names_it(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    state = {name: value for name, value in {**STATE, **changes}.items() if value is not None or name not in changes}
+    with pytest.raises(CheckpointError, match=message):
+        read_state(save_state(tmp_path, state))
+
+
+def test_a_part_that_its_reader_cannot_use_is_named() -> None:
+    def parse(values: dict[str, Any]) -> float:
+        return float(values["scale"])
+
+    assert read_part(STATE, "loss_scaler", parse) == 1.0
+    for values, reason in (({}, "lacks 'scale'"), ({"scale": "big"}, "could not convert")):
+        with pytest.raises(CheckpointError, match=f"part 'loss_scaler' of the state.json of iteration 4: {reason}"):
+            read_part({**STATE, "loss_scaler": values}, "loss_scaler", parse)
+
+
+def test_an_old_state_says_whether_its_loss_scale_was_dynamic(tmp_path: Path) -> None:
+    """A bf16 run's constant scale of 1 must not become the start of an fp16 run's dynamic scale."""
+    constant = {"fp16": True, "loss_scale": 8.0}
+    for precision, dynamic in (({"bf16": True}, False), ({"fp16": True}, True), (constant, False)):
+        state = {**STATE, "config": {**STATE["config"], "precision": precision}}
+        saved = read_state(save_state(tmp_path / str(precision), state))
+        assert saved["loss_scaler"]["dynamic"] is dynamic
+    scaler = LossScaler(Precision(fp16=True, initial_loss_scale=1024.0))
+    saved = read_state(save_state(tmp_path / "bf16", STATE))
+    assert "no dynamic loss scale" in scaler.load_state_dict(saved["loss_scaler"]) and scaler.scale == 1024.0
 
 
 def test_a_manifest_with_foreign_entries_is_damaged(tmp_path: Path) -> None:
-    path = build(tmp_path, 4)
+    path = save(tmp_path, 4, "data")
     (path / files.MANIFEST).write_text('{"format": 1, "files": {"state.json": 5}}')
     with pytest.raises(CheckpointError, match="is damaged: not a manifest"):
         files.read_manifest(path)
 
 
 def test_strange_names_in_the_directory_are_ignored(tmp_path: Path) -> None:
-    build(tmp_path, 4)
+    save(tmp_path, 4, "data")
     for name in ("iter_abc", "iter_0000009", "iter_12.old", "notes.txt"):
         (tmp_path / name).mkdir()
     assert files.complete_iterations(tmp_path) == [4]
@@ -101,7 +218,7 @@ def test_strange_names_in_the_directory_are_ignored(tmp_path: Path) -> None:
     (lambda path: path.write_text("dbta"), "checksum"),
 ])
 def test_damage_is_found(tmp_path: Path, harm: Callable[[Path], object], message: str) -> None:
-    path = build(tmp_path, 4)
+    path = save(tmp_path, 4, "data")
     entries = files.read_manifest(path)
     assert not any(files.damage(path / name, entry) for name, entry in entries.items())
     harm(path / "__0_0.distcp")

@@ -1,0 +1,246 @@
+"""Let one run at a time write into a --save directory. Imports no torch.
+
+``run.lock`` names the owner: host, process, number of ranks, start. The owner renews the file's time every half minute.
+A second run refuses to start while the owner lives. Whether it lives is known at once for a process of the same machine
+(and container). For other machines only the renewals tell: the second run watches the file for three of them.
+
+A killed run leaves its lock behind; the next run sees that the owner is gone and takes the lock over. Before each save
+the owner checks that the lock is still its own: a run that was suspended for minutes may have lost it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from pathlib import Path
+
+from megatron_sp.errors import CheckpointError
+
+LOCK = "run.lock"
+
+#: Seconds between two renewals, and after how many missed ones the owner counts as gone.
+RENEWAL = 30.0
+MISSED_RENEWALS = 3
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process of rank 0 of a run.
+
+    Attributes:
+        machine: identifies kernel boot and process namespace, within which ``pid`` means something.
+        process_start: start of the process in clock ticks since boot; tells a process from a later one with its pid.
+        started: local time at which the lock was taken, for people.
+        key: a random text that no other run has.
+    """
+
+    host: str
+    pid: int
+    num_ranks: int
+    started: str
+    machine: str
+    process_start: int
+    key: str
+
+    @classmethod
+    def this_process(cls, num_ranks: int) -> Owner:
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, num_ranks, datetime.now().isoformat(" ", "seconds"), _machine(),
+                   _process_start(pid), uuid.uuid4().hex)
+
+    def __str__(self) -> str:
+        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        return f"process {self.pid} on {self.host} ({ranks}, started {self.started})"
+
+    def is_of_this_machine(self) -> bool:
+        return bool(self.machine) and self.machine == _machine()
+
+    def is_alive(self) -> bool:
+        """Whether the process still runs; only meaningful on its own machine."""
+        return _process_start(self.pid) == self.process_start != 0
+
+
+class RunLock:
+    """This run's hold on a directory.
+
+    Attributes:
+        note: a sentence for the log when the lock of a dead run was taken over, or "".
+    """
+
+    def __init__(self, path: Path, owner: Owner, note: str):
+        self.path, self.owner, self.note = path, owner, note
+        self._ended = threading.Event()
+        self._renewals = threading.Thread(target=self._renew, name="run.lock", daemon=True)
+        self._renewals.start()
+
+    @classmethod
+    def take(cls, directory: Path, num_ranks: int, *, renewal: float = RENEWAL,
+             say: Callable[[str], object] = print) -> RunLock:
+        """Take the lock of a directory, which is created if need be.
+
+        Args:
+            renewal: seconds between two renewals by a run of another machine.
+            say: tells the user why this takes time.
+
+        Raises:
+            CheckpointError: a run that lives has it.
+            OSError: the directory cannot be written.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        path, owner, note = directory / LOCK, Owner.this_process(num_ranks), ""
+        while not _create(path, owner):
+            seen = _content(path)
+            if seen is None:      # its run ended in between
+                continue
+            text, previous = seen
+            if previous and previous.is_of_this_machine():
+                lives = previous.is_alive()
+            else:
+                lives = _is_renewed(path, text, renewal, say)
+            if lives:
+                raise CheckpointError(f"--save {directory} is in use by {previous or 'another run'}. Two runs would "
+                                      "destroy each other's checkpoints: wait for that run or end it, or give another "
+                                      f"--save. If you are sure that it ended, delete {path}")
+            if _take_away(path, text):
+                note = f"took over {path} of a run that ended without removing it: {previous or 'unknown'}"
+        return cls(path, owner, note)
+
+    def release(self) -> None:
+        """Remove the lock, if it is still this run's. Raises nothing: the next run can do without."""
+        self._ended.set()
+        seen = _content(self.path)
+        if seen and seen[1] == self.owner:
+            try:
+                self.path.unlink()
+            except OSError:
+                return
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEWAL):
+            seen = _content(self.path)
+            if seen is None or seen[1] != self.owner:
+                return
+            try:
+                os.utime(self.path)
+            except OSError:      # the next save tells whether the directory is still there
+                continue
+
+
+def owner_of(directory: Path) -> Owner | None:
+    """The run that holds a directory, as far as the lock file tells."""
+    seen = _content(directory / LOCK)
+    return seen[1] if seen else None
+
+
+def refuse_foreign_lock(directory: Path) -> None:
+    """Raise CheckpointError when another process holds the lock of a directory, for example after taking it over."""
+    owner = owner_of(directory)
+    if owner and not (owner.is_of_this_machine() and owner.pid == os.getpid()):
+        raise CheckpointError(f"--save {directory} is in use by {owner}, so this run cannot save into it. If that run "
+                              f"took it over while this one was suspended, only one of them can go on; if it ended, "
+                              f"delete {directory / LOCK}")
+
+
+def _create(path: Path, owner: Owner) -> bool:
+    """Create the lock file with its content at once; False when there is one."""
+    aside = path.with_name(f"{LOCK}.{owner.key[:8]}")
+    aside.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+    try:
+        os.link(aside, path)
+        return True
+    except FileExistsError:
+        return False
+    except OSError:      # a file system without hard links: the content follows a moment after the name
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(aside.read_text(encoding="utf-8"))
+        return True
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _content(path: Path) -> tuple[str, Owner | None] | None:
+    """Text of a lock file and the owner it names (None if damaged); None without a file."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    try:
+        values = json.loads(text)
+        return text, Owner(**{field.name: values[field.name] for field in fields(Owner)})
+    except (ValueError, TypeError, KeyError):
+        return text, None
+
+
+def _is_renewed(path: Path, text: str, renewal: float, say: Callable[[str], object]) -> bool:
+    """Watch a lock of another machine until its owner renews it (True) or misses several renewals (False)."""
+    try:
+        first = path.stat().st_mtime_ns
+        if _now(path.parent) - first > 10 * MISSED_RENEWALS * renewal * 1e9:
+            return False      # long gone
+        say(f"{path} is the lock of a run on another machine; waiting up to {MISSED_RENEWALS * renewal:g} s for a sign "
+            "that the run lives")
+        deadline = time.monotonic() + MISSED_RENEWALS * renewal
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, renewal / 4))
+            if path.read_text(encoding="utf-8", errors="replace") != text:
+                return False      # the file is another one now: look again from the start
+            if path.stat().st_mtime_ns != first:
+                return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
+def _now(directory: Path) -> int:
+    """The file server's time in nanoseconds, which may differ from this machine's."""
+    probe = directory / f"{LOCK}.{uuid.uuid4().hex[:8]}"
+    probe.touch()
+    try:
+        return probe.stat().st_mtime_ns
+    finally:
+        probe.unlink()
+
+
+def _take_away(path: Path, text: str) -> bool:
+    """Move a dead run's lock out of the way; False when another process was faster."""
+    aside = path.with_name(f"{LOCK}.{uuid.uuid4().hex[:8]}")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return False
+    taken = aside.read_text(encoding="utf-8", errors="replace")
+    if taken != text:      # the lock of a process that was faster: give it back
+        os.rename(aside, path)
+        return False
+    aside.unlink()
+    return True
+
+
+def _machine() -> str:
+    """Name kernel boot and process namespace; "" where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _process_start(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 when there is none (or only its exit code)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return 0
+    values = re.sub(r".*\)", "", text, flags=re.DOTALL).split()      # the name before ")" may hold spaces
+    return 0 if values[0] in ("Z", "X") else int(values[19])

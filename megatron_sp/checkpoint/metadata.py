@@ -1,0 +1,90 @@
+"""Read a checkpoint's ``.metadata`` without running code from it.
+
+torch.distributed.checkpoint stores there which tensor lies where, as a pickle, and reads it with ``pickle.load``,
+which calls any function the file names. This reader only accepts the few classes that such a file needs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Container
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from megatron_sp.errors import CheckpointError
+
+METADATA = ".metadata"
+
+#: Classes and functions that a ``.metadata`` file may name, besides torch's data types.
+_ALLOWED = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},      # a look-up by name: "torch.strided"
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},      # their place in Python 3.13
+    "collections": {"OrderedDict"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler that looks up allowed names only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if "." in name or name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs and could run code")
+        # Python 3.13 writes pathlib._local, which older versions do not have
+        return super().find_class("pathlib" if module == "pathlib._local" else module, name)
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads the tensors of a checkpoint directory; for ``torch.distributed.checkpoint.load``.
+
+    Args:
+        files: names of the files that may be read, those of the manifest; None for all.
+    """
+
+    def __init__(self, path: str | Path, files: Container[str] | None = None):
+        super().__init__(path)
+        self.directory, self.files = Path(path), files
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the checkpoint says about its tensors.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or names something that could run code.
+        """
+        path = self.directory / METADATA
+        try:
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            self._check(metadata)
+        except Exception as error:      # a damaged pickle raises almost anything
+            raise CheckpointError(f"cannot read {path}: {error}") from None
+        if not isinstance(metadata.storage_meta, StorageMeta):
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_tensor_entries(self) -> dict[str, TensorStorageMetadata]:
+        """Return shape, type and chunks of each tensor by name."""
+        return cast(dict[str, TensorStorageMetadata], self.read_metadata().state_dict_metadata)
+
+    def _check(self, metadata: Metadata) -> None:
+        """Raise ValueError unless only tensors are described and all lie in known files."""
+        if not isinstance(metadata, Metadata):
+            raise ValueError("it does not describe tensors")
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
+                raise ValueError(f"{name!r} is not a tensor")
+        for place in metadata.storage_data.values():
+            if self.files is not None and place.relative_path not in self.files:
+                raise ValueError(f"it names the file {place.relative_path!r}, which the manifest does not list")

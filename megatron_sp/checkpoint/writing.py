@@ -1,0 +1,141 @@
+"""Write checkpoint directories so that each is complete or absent at every instant. Imports no torch.
+
+The order of a save, and what a kill after each step leaves (``find_checkpoint`` is what a restart sees)::
+
+    1. write iter_N.building, fsync, manifest last         previous checkpoints, untouched
+    2. rename iter_N -> iter_N.replaced                    the same ones: .replaced counts while iter_N is missing
+       (only when iteration N is saved again)
+    3. rename iter_N.building -> iter_N                    the new one, complete
+    4. move the tracker to N                               the new one, named by the tracker
+    5. remove iter_N.replaced
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.checkpoint.files import (
+    BUILDING,
+    FORMAT,
+    MANIFEST,
+    REPLACED,
+    TRACKER,
+    directory_name,
+    iteration_directories,
+)
+from megatron_sp.errors import CheckpointError
+
+#: Names of the files that a save writes into its ``.building`` directory.
+_OWN_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|(state|manifest)\.json(\.building)?")
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a file so that, whatever happens, it holds the old content or the new one.
+
+    Raises:
+        OSError: naming the file.
+    """
+    aside = path.with_name(path.name + BUILDING)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def start_building(directory: Path, iteration: int) -> Path:
+    """Make an empty directory to write a checkpoint into, after clearing up what killed saves left behind.
+
+    Raises:
+        CheckpointError: ``iter_N`` is there and holds no manifest: another program's, which must not be replaced.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _settle_replaced(directory)
+    for unfinished in iteration_directories(directory, BUILDING).values():
+        remove_unfinished(unfinished)
+    refuse_to_replace_unknown(directory / directory_name(iteration))
+    path = directory / (directory_name(iteration) + BUILDING)
+    path.mkdir()
+    return path
+
+
+def refuse_to_replace_unknown(path: Path) -> None:
+    """Raise CheckpointError when something without a manifest has a checkpoint's name."""
+    if os.path.lexists(path) and not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} exists without {MANIFEST}: this program did not write it and does not replace "
+                              "it. Move it away, or give another --save")
+
+
+def _settle_replaced(directory: Path) -> None:
+    """End replacements that a kill interrupted: remove the old checkpoint where the new one is there, else restore it.
+
+    Every ``iter_N.replaced`` was a complete checkpoint of this program when it got this name.
+    """
+    for iteration, replaced in iteration_directories(directory, REPLACED).items():
+        final = directory / directory_name(iteration)
+        if (final / MANIFEST).is_file():
+            shutil.rmtree(replaced)
+        elif (replaced / MANIFEST).is_file() and not os.path.lexists(final):
+            os.rename(replaced, final)
+
+
+def remove_unfinished(building: Path) -> None:
+    """Remove a ``.building`` directory of a save that did not finish.
+
+    Raises:
+        CheckpointError: it holds files that no save writes; these are kept.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        for path in building.iterdir():
+            if not _OWN_FILE.fullmatch(path.name):
+                raise CheckpointError(f"{building} holds {path.name}, which this program did not write; move it away")
+        for path in building.iterdir():
+            path.unlink(missing_ok=True)
+        building.rmdir()
+
+
+def finish_building(building: Path, iteration: int, files: dict[str, dict[str, Any]]) -> Path:
+    """Write the manifest, give the directory its final name and move the tracker to it.
+
+    Args:
+        files: the manifest's entry of every file, by name.
+
+    Returns:
+        the checkpoint's final path
+    """
+    manifest = {"format": FORMAT, "iteration": iteration, "files": dict(sorted(files.items()))}
+    write_durably(building / MANIFEST, json.dumps(manifest, indent=1))
+    directory = building.parent
+    final = directory / directory_name(iteration)
+    replaced = directory / (directory_name(iteration) + REPLACED)
+    refuse_to_replace_unknown(final)
+    if final.exists():     # the same iteration once more, after going back with --ckpt-step
+        os.rename(final, replaced)
+        sync_directory(directory)
+    os.rename(building, final)
+    sync_directory(directory)
+    write_durably(directory / TRACKER, f"{iteration}\n")
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    return final

@@ -1,0 +1,67 @@
+"""Kill a process before each of its changes to the file system, one change a try.
+
+Run as a program, it imports nothing heavy and has one thread, so that it can fork: for the Nth try it copies a
+directory and forks a child, which ends without any clean-up just before the Nth call that changes names or opens a
+file. The last try is the one that runs to its end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_sp.checkpoint import files, writing
+
+#: Audit events of CPython that come right before a system call on files.
+EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.scandir", "os.utime"}
+
+#: Exit code of a child that ended before its time.
+KILLED = 9
+
+
+def save(directory: Path, iteration: int, text: str) -> Path:
+    """Save a checkpoint whose only tensor file holds ``text``."""
+    building = writing.start_building(directory, iteration)
+    (building / "__0_0.distcp").write_text(text)
+    return writing.finish_building(building, iteration, {"__0_0.distcp": files.describe(building / "__0_0.distcp")})
+
+
+def killed_saves(source: Path, work: Path, iteration: int, text: str) -> list[Path]:
+    """Copies of ``source`` in which ``save`` was killed before its 1st, 2nd ... change; the last one is whole."""
+    command = [sys.executable, "-m", "tests.helpers.kills", str(source), str(work), str(iteration), text]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return [work / str(number) for number in range(int(result.stdout))]
+
+
+def _main(source: str, work: str, iteration: str, text: str) -> None:
+    number, code = 0, KILLED
+    while code == KILLED:
+        directory = Path(work) / str(number)
+        shutil.copytree(source, directory)
+        child = os.fork()
+        if child == 0:
+            left = number
+
+            def count(event: str, _: Any) -> None:
+                nonlocal left
+                if event in EVENTS:
+                    if left == 0:
+                        os._exit(KILLED)
+                    left -= 1
+
+            sys.addaudithook(count)
+            save(directory, int(iteration), text)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        number += 1
+    assert code == 0, f"the save failed in try {number - 1}"
+    print(number)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
