@@ -6,7 +6,8 @@
 #
 # VENV    where the environment is or will be   (default: .venv in the repository)
 # PYTHON  interpreter to make it with           (default: python3)
-# A second run with the same requirements installs nothing.
+# TORCH   version of torch to use instead of the pinned one, such as 2.11.0, the oldest that is supported
+# A second run with the same requirements and TORCH installs nothing.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -28,11 +29,14 @@ fi
 
 name=$(basename "$requirements" .txt)
 stamp=$venv/.installed-$name
-wanted=$(cat "$root"/requirements*.txt | cksum)
+wanted="$(cat "$root"/requirements*.txt | cksum)${TORCH:+ torch $TORCH}"
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
     echo "Installing $name.txt into $venv (once; some minutes)" >&2
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar on \
         -r "$requirements" >&2
+    if [ -n "${TORCH:-}" ]; then
+        "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "torch==$TORCH" >&2
+    fi
     echo "$wanted" >"$stamp"
 fi
 echo "$venv/bin/python"
