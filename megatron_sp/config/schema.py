@@ -1,9 +1,9 @@
-"""The configuration: frozen dataclasses, one field per flag, declared once.
+"""The configuration: frozen dataclasses with one field for each flag. A flag is declared here and nowhere else.
 
-``flags.py`` generates the command line from the fields (name, type, default, help, choices,
-other spellings), ``checks.py`` checks the values, ``resolve.py`` fills in what is derived. A
-default of 0 (or "") that the help text calls "default: ..." means *derive it*; after
-``resolve`` no such hole is left. Imports no torch, so that a wrong flag is reported at once.
+``cli/flags.py`` generates the command line from the fields (name, type, default, help, choices, other spellings),
+``rules/checks.py`` checks the values, and ``resolve.py`` computes what is derived. A field whose help text says
+"default: ..." has the value 0 or "" until ``resolve`` computes its default. This module imports no torch, so that a
+wrong flag is reported at once.
 
 Words and letters: see docs/background/parallelism.md. Degrees end in ``_size`` on the command line and
 carry the axis name here (``tp``, ``pp``, ``ulysses``, ``ring``).
@@ -23,7 +23,7 @@ def flag(default: Any, help: str, *names: str, choices: Sequence[str] = (), narg
     Args:
         default: value when the flag is absent. Its type decides how the flag is parsed; ``bool``
             fields are bare switches.
-        help: one sentence; units and the derived default included.
+        help: full sentences; they include units and how a derived default is computed.
         names: spellings, ours first; empty means ``--field-name``. Underscore/hyphen variants
             are accepted for every spelling.
         choices: allowed values (compared without case).
@@ -39,34 +39,42 @@ class Model:
     """Model: shape, positions, norms, activation, initialisation."""
 
     num_layers: int = flag(0, "Number of transformer layers (required).")
-    hidden_size: int = flag(0, "Width of the residual stream (required).")
+    hidden_size: int = flag(0, "Width of the hidden states between layers (required).")
     num_attention_heads: int = flag(0, "Number of query heads (required).")
     num_query_groups: int = flag(0, "Number of key/value heads (GQA; 1 is MQA); default: the number of query heads. "
                                     "--num-query-groups needs --group-query-attention beside it, as in Megatron.",
                                  "--num-query-groups", "--num-key-value-heads")
     kv_channels: int = flag(0, "Width of one head; default: hidden-size / num-attention-heads.")
-    ffn_hidden_size: int = flag(0, "Width of the feed-forward layer (of gate and of up each under --swiglu); "
+    ffn_hidden_size: int = flag(0, "Width of the feed-forward layer; with --swiglu the width of the gate and of the "
+                                   "up projection each; "
                                    "default: 4 x hidden-size, with --swiglu int(8/3 x hidden-size / 64) x 64.",
                                 "--ffn-hidden-size", "--intermediate-size")
     max_position_embeddings: int = flag(0, "Longest position the model can encode; default: seq-length.")
-    position_embedding_type: str = flag("learned_absolute", "How positions enter the model.",
+    position_embedding_type: str = flag("learned_absolute", "How the model knows positions: by learned embeddings, "
+                                                            "rotary embeddings (rope), or not at all.",
                                         choices=("learned_absolute", "rope", "none"))
-    rotary_base: float = flag(10000.0, "Base of the rotary frequencies.",
+    rotary_base: float = flag(10000.0, "Base of the rotary frequencies (theta).",
                               "--rotary-base", "--rotary-position-embeddings-theta")
-    rotary_percent: float = flag(1.0, "Share of each head that is rotated.")
-    rotary_interleaved: bool = flag(False, "Rotate neighbouring pairs (GPT-J) instead of the two halves.")
-    rotary_seq_len_interpolation_factor: float = flag(1.0, "Divide positions by this factor.")
+    rotary_percent: float = flag(1.0, "Share of each head's width to which rotary embeddings apply, above 0 and at "
+                                      "most 1.")
+    rotary_interleaved: bool = flag(False, "Rotate neighbouring elements as pairs, as GPT-J does, instead of pairing "
+                                           "the first half of a head with the second.")
+    rotary_seq_len_interpolation_factor: float = flag(1.0, "Divide rotary positions by this factor, to use a model on "
+                                                           "longer sequences.")
     use_rope_scaling: bool = flag(False, "Scale rotary frequencies by the Llama-3.1 rule.")
-    rope_scaling_factor: float = flag(8.0, "Factor of the Llama-3.1 rule.")
-    normalization: str = flag("LayerNorm", "Norm layers.", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = flag(1e-5, "Epsilon of the norm layers.", "--norm-epsilon", "--layernorm-epsilon")
-    apply_layernorm_1p: bool = flag(False, "Store norm weights as their distance from 1.")
+    rope_scaling_factor: float = flag(8.0, "Factor by which --use-rope-scaling lengthens the context.")
+    normalization: str = flag("LayerNorm", "Kind of the norm layers.", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, "Number that the norm layers add to the variance.",
+                                "--norm-epsilon", "--layernorm-epsilon")
+    apply_layernorm_1p: bool = flag(False, "Store each norm weight minus 1, so that weight decay pulls it towards 1.")
     activation: str = field(default="gelu", metadata=dict(
         help="Activation; set by --swiglu, --squared-relu, --openai-gelu or --quick-gelu."))
-    add_bias_linear: bool = flag(True, "Biases in all linear layers.", off="--disable-bias-linear")
-    add_qkv_bias: bool = flag(False, "Biases in the query, key and value projections only.")
+    add_bias_linear: bool = flag(True, "All linear layers have biases.", off="--disable-bias-linear")
+    add_qkv_bias: bool = flag(False, "Give the query, key and value projections biases, also when other linear layers "
+                                     "have none.")
     qk_layernorm: bool = flag(False, "Normalise queries and keys per head before the rotary embedding.")
-    untie_embeddings_and_output_weights: bool = flag(False, "Separate weights for the embedding and the output layer.")
+    untie_embeddings_and_output_weights: bool = flag(False, "Use separate weights for the embedding and the output "
+                                                            "layer, instead of the same ones.")
     init_method_std: float = flag(0.02, "Standard deviation of the initial weights; output projections get "
                                         "std / sqrt(2 x num-layers).")
     embedding_init_method_std: float = flag(0.0, "Standard deviation of the initial embeddings; "
@@ -74,8 +82,9 @@ class Model:
                                             "--embedding-init-method-std", "--word-embedding-init-std")
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead of normal ones; also of "
                                                    "embeddings, unless --embedding-init-method-std is given.")
-    attention_dropout: float = flag(0.1, "Dropout of attention probabilities.")
-    hidden_dropout: float = flag(0.1, "Dropout of the embedding and of each residual branch.")
+    attention_dropout: float = flag(0.1, "Dropout probability of attention probabilities. Above 0, attention cannot "
+                                         "use fused kernels and is several times slower.")
+    hidden_dropout: float = flag(0.1, "Dropout probability after the embedding and after each residual branch.")
     make_vocab_size_divisible_by: int = flag(128, "Pad the vocabulary to a multiple of this times the tensor-parallel "
                                                   "size; padding is never predicted.")
     vocab_size: int = flag(0, "Vocabulary size; default: the tokenizer's. Needed by NullTokenizer and --mock-data.")
@@ -103,8 +112,10 @@ class Parallel:
                            "around attention.", "--ulysses-size", "--ds-sequence-parallel-size")
     ring: int = flag(1, "Ring sequence parallelism: each sequence split over this many ranks, keys and values "
                         "travel in a ring.", "--ring-size")
-    ulysses_overlap_groups: int = flag(0, "Groups of heads whose Ulysses exchange runs while the group before is "
-                                          "attended with; default: 2 on a GPU where that sends no more bytes, else 1 "
+    ulysses_overlap_groups: int = flag(0, "Number of groups into which Ulysses cuts the heads, so that one group is "
+                                          "exchanged while "
+                                          "attention of the group before runs; default: 2 on a GPU where that sends "
+                                          "no more bytes, else 1 "
                                           "(no overlap).")
     sequence_split: int = flag(0, "Split each sequence over this many ranks and choose ulysses-size and ring-size from "
                                   "the head counts, the tensor-parallel size and the devices of a node.")
@@ -112,8 +123,8 @@ class Parallel:
                                     "launcher's processes per node, else 8.")
     megatron_sp: bool = flag(False, "Split the activations between tensor-parallel regions over the tensor-parallel "
                                     "ranks (Megatron's meaning of the word; not Ulysses).", "--sequence-parallel")
-    zero_stage: int = flag(0, "What is sharded over the data- and sequence-parallel ranks together: 0 nothing, 1 "
-                              "optimizer states, 2 also gradients, 3 also parameters.")
+    zero_stage: int = flag(0, "What is sharded over the data- and sequence-parallel ranks together: 0 nothing, 1 the "
+                              "optimizer states, 2 also the gradients, 3 also the parameters.")
     fsdp_size: int = flag(0, "Shard within groups of this many ranks and replicate across them (hybrid sharding); "
                              "default: all data- and sequence-parallel ranks.")
     stages_per_rank: int = flag(0, "Pipeline stages per rank (virtual stages); default: 1, or what the schedule needs.",
@@ -125,11 +136,13 @@ class Parallel:
                                   choices=("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"))
     pipeline_layers: tuple[int, ...] = flag((), "Layers of each pipeline stage, in order; default: balanced, with "
                                                 "embedding and loss counted.", nargs="*", metavar="N")
-    distributed_backend: str = flag("", "Communication backend; default: nccl with GPUs, else gloo.",
+    distributed_backend: str = flag("", "Library for communication between ranks; default: nccl with GPUs, else gloo.",
                                     choices=("nccl", "gloo"))
-    shared_memory: bool = flag(True, "Memory that the CPU ranks of one machine share and exchange heads and gradients "
-                                     "through, instead of sockets.", off="--no-shared-memory")
-    distributed_timeout_minutes: float = flag(10.0, "Give up on a collective operation after this many minutes.")
+    shared_memory: bool = flag(True, "CPU ranks of one machine exchange heads and gradients through shared memory "
+                                     "instead of "
+                                     "sockets.", off="--no-shared-memory")
+    distributed_timeout_minutes: float = flag(10.0, "Minutes after which a rank gives up waiting for the others in a "
+                                                    "collective operation.")
     world_size: int = 1
 
     @property
@@ -156,9 +169,9 @@ class Precision:
     fp16: bool = flag(False, "Compute in float16 with fp32 master weights and loss scaling.")
     loss_scale: float = flag(0.0, "Static fp16 loss scale; default: dynamic.")
     initial_loss_scale: float = flag(2.0**32, "First dynamic fp16 loss scale.")
-    min_loss_scale: float = flag(1.0, "Floor of the dynamic loss scale.")
+    min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
     loss_scale_window: int = flag(1000, "Steps without overflow after which the dynamic loss scale doubles.")
-    hysteresis: int = flag(2, "Overflows tolerated before the dynamic loss scale is halved.")
+    hysteresis: int = flag(2, "Number of overflows after which the dynamic loss scale is halved.")
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "Accumulate and reduce gradients in fp32 (always the case "
                                                            "here unless --grad-reduce-in-bf16).")
     grad_reduce_in_bf16: bool = flag(False, "Reduce gradients in bfloat16.")
@@ -182,13 +195,14 @@ class Data:
                                                 "(code=P1 books=0.3 P2 0.7 P3) several sets, each evaluated by itself.",
                                             nargs="*")
     test_data_path: tuple[str, ...] = flag((), "Test data, in the form of --data-path.", nargs="*")
-    mock_data: bool = flag(False, "Use made-up tokens; needs no files.")
+    mock_data: bool = flag(False, "Train on made-up tokens; no data files are needed.")
     data_cache_path: str = flag("", "Directory of the index cache; default: beside the data.")
     dataloader_type: str = flag("single", "Order of the samples: single (shuffled once per epoch set, resumable) or "
                                           "cyclic.", choices=("single", "cyclic"))
-    num_workers: int = flag(2, "Read ahead in the background when above 0.")
-    eod_mask_loss: bool = flag(False, "No loss for predictions made from an end-of-document token.")
-    tokenizer_type: str = flag("GPT2BPETokenizer", "Tokenizer.", choices=(
+    num_workers: int = flag(2, "Above 0, a background thread reads the next batch while the model computes; the "
+                               "number makes no other difference.")
+    eod_mask_loss: bool = flag(False, "Leave predictions that follow an end-of-document token out of the loss.")
+    tokenizer_type: str = flag("GPT2BPETokenizer", "Kind of tokenizer.", choices=(
         "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
         "HuggingFaceTokenizer", "HFTokenizer", "PretrainedFromHF", "NullTokenizer"))
     vocab_file: str = flag("", "vocab.json of GPT2BPETokenizer.", "--vocab-file", "--vocab")
@@ -202,15 +216,16 @@ class Data:
 class Optimizer:
     """Optimizer, weight decay, clipping."""
 
-    optimizer: str = flag("adam", "Optimizer; adam is AdamW.", choices=("adam", "adamw", "sgd"))
-    weight_decay: float = flag(0.01, "Weight decay (decoupled); none on biases and norm weights.")
+    optimizer: str = flag("adam", "Optimizer. adam and adamw are both AdamW.", choices=("adam", "adamw", "sgd"))
+    weight_decay: float = flag(0.01, "Weight decay, decoupled from the gradient as in AdamW; biases and norm weights "
+                                     "have none.")
     start_weight_decay: float = flag(-1.0, "Weight decay at the start; default: weight-decay.")
     end_weight_decay: float = flag(-1.0, "Weight decay at the end; default: weight-decay.")
     weight_decay_incr_style: str = flag("constant", "How weight decay moves from start to end.",
                                         choices=("constant", "linear", "cosine"))
-    adam_beta1: float = flag(0.9, "Adam's first beta.")
-    adam_beta2: float = flag(0.999, "Adam's second beta.")
-    adam_eps: float = flag(1e-8, "Adam's epsilon.")
+    adam_beta1: float = flag(0.9, "Adam's decay rate of the mean of gradients.")
+    adam_beta2: float = flag(0.999, "Adam's decay rate of the mean of squared gradients.")
+    adam_eps: float = flag(1e-8, "Number that Adam adds to the denominator of its update.")
     sgd_momentum: float = flag(0.9, "Momentum of SGD.")
     clip_grad: float = flag(1.0, "Clip the global gradient norm to this value; 0 turns clipping off.")
 
@@ -220,21 +235,21 @@ class Schedule:
     """Learning-rate schedule (counts samples)."""
 
     lr: float = flag(0.0, "Peak learning rate (required).")
-    min_lr: float = flag(0.0, "Learning rate at the end of the decay and after it.")
-    lr_decay_style: str = flag("linear", "Shape of the decay.",
+    min_lr: float = flag(0.0, "Learning rate at the end of the decay and from there on.")
+    lr_decay_style: str = flag("linear", "Shape of the decay from --lr to --min-lr.",
                                choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
-    lr_decay_iters: int = flag(0, "Iterations until min-lr; default: train-iters.")
-    lr_decay_samples: int = flag(0, "Samples until min-lr; default: train-samples.")
-    lr_decay_tokens: int = flag(0, "Tokens until min-lr.")
+    lr_decay_iters: int = flag(0, "Iterations after which the learning rate reaches min-lr; default: train-iters.")
+    lr_decay_samples: int = flag(0, "Samples after which the learning rate reaches min-lr; default: train-samples.")
+    lr_decay_tokens: int = flag(0, "Tokens after which the learning rate reaches min-lr.")
     lr_warmup_iters: int = flag(0, "Iterations of linear warm-up.")
     lr_warmup_samples: int = flag(0, "Samples of linear warm-up.")
     lr_warmup_tokens: int = flag(0, "Tokens of linear warm-up.")
-    lr_warmup_fraction: float = flag(0.0, "Warm-up as a share of the decay horizon.")
+    lr_warmup_fraction: float = flag(0.0, "Length of the warm-up as a share of the decay's length.")
     lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.")
-    lr_wsd_decay_style: str = flag("exponential", "Shape of the final decay of WSD.",
+    lr_wsd_decay_style: str = flag("exponential", "Shape of the final decay under --lr-decay-style WSD.",
                                    choices=("exponential", "linear", "cosine", "minus_sqrt"))
-    lr_wsd_decay_iters: int = flag(0, "Iterations of the final decay of WSD.")
-    lr_wsd_decay_samples: int = flag(0, "Samples of the final decay of WSD.")
+    lr_wsd_decay_iters: int = flag(0, "Iterations of the final decay under --lr-decay-style WSD.")
+    lr_wsd_decay_samples: int = flag(0, "Samples of the final decay under --lr-decay-style WSD.")
     override_opt_param_scheduler: bool = flag(False, "On resume use the command line's schedule, not the checkpoint's.",
                                               "--override-opt_param-scheduler", "--override-lr-scheduler")
     use_checkpoint_opt_param_scheduler: bool = flag(False, "On resume use the checkpoint's schedule.",
@@ -245,8 +260,9 @@ class Schedule:
 class Train:
     """Training: batch, length, evaluation, stopping."""
 
-    micro_batch_size: int = flag(1, "Sequences per microbatch and data-parallel rank.")
-    global_batch_size: int = flag(0, "Sequences per optimizer step; default: micro-batch-size x data-parallel size.")
+    micro_batch_size: int = flag(1, "Sequences that a data-parallel rank computes at once.")
+    global_batch_size: int = flag(0, "Sequences of all ranks together in one optimizer step; default: "
+                                     "micro-batch-size x data-parallel size.")
     rampup_batch_size: tuple[int, ...] = flag((), "START INCREMENT SAMPLES: grow the global batch size from START by "
                                                   "INCREMENT up to global-batch-size over SAMPLES (needs "
                                                   "--train-samples).", nargs=3, metavar="N")
@@ -262,18 +278,21 @@ class Train:
     exit_interval: int = flag(0, "Save and exit after an iteration divisible by this.")
     exit_duration_in_mins: float = flag(0.0, "Save and exit after this many minutes.")
     exit_signal_handler: bool = flag(True, "Save and exit on SIGTERM (always on; accepted for compatibility).")
-    exit_signal: str = flag("SIGTERM", "A signal that saves and exits; SIGTERM and SIGUSR1 always do.",
+    exit_signal: str = flag("SIGTERM", "One more signal on which a run saves a checkpoint and exits; SIGTERM and "
+                                       "SIGUSR1 always do.",
                             choices=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"))
-    seed: int = flag(1234, "Seed of weights, dropout and data order.")
+    seed: int = flag(1234, "Seed of the initial weights, of dropout and of the order of the data.")
     eval_interval: int = flag(1000, "Iterations between evaluations.")
-    eval_iters: int = flag(100, "Global batches per evaluation; 0: no validation and no test.")
-    skip_train: bool = flag(False, "Evaluate only.")
-    check_replicas: int = flag(0, "Every this many iterations compare the copies of each weight and moment bit by bit "
-                                  "and stop when ranks differ; 0: never.",
+    eval_iters: int = flag(100, "Global batches in each evaluation; with 0 there is no validation and no test.")
+    skip_train: bool = flag(False, "Evaluate without training.")
+    check_replicas: int = flag(0, "Number of iterations after which ranks compare their copies of each weight and "
+                                  "moment bit by "
+                                  "bit, again and again; a run whose copies differ stops. 0: never.",
                                "--check-replicas", "--check-weight-hash-across-dp-replicas-interval")
     manual_gc: bool = flag(False, "Collect Python's garbage on all ranks at the same moments instead of when each "
                                   "likes: before training, around evaluations, every manual-gc-interval iterations.")
-    manual_gc_interval: int = flag(0, "Iterations between collections under --manual-gc; 0: none between.")
+    manual_gc_interval: int = flag(0, "Iterations between garbage collections under --manual-gc; 0: none during "
+                                      "training.")
     attention_backend: str = flag("auto", "Attention core: sdpa (torch's fused attention), flash (flash attention 4, 3 "
                                           "or 2 as found; GPU, half precision) or unfused (the quadratic reference); "
                                           "auto: another package's flash where it is installed and agrees with the "
@@ -282,8 +301,8 @@ class Train:
     fused_kernels: str = flag("auto", "Norm kernels: torch's, apex or liger; auto: on a GPU the first of "
                                      "the two that is installed and agrees with torch, else torch's.",
                               choices=("auto", "torch", "apex", "liger"))
-    compile: bool = flag(False, "Compile each layer with torch.compile; needs dropout 0.")
-    check_for_nan_in_loss_and_grad: bool = flag(True, "Stop when loss or gradient norm is not finite.",
+    compile: bool = flag(False, "Compile each layer with torch.compile; both dropouts must be 0.")
+    check_for_nan_in_loss_and_grad: bool = flag(True, "Stop the run when the loss or the gradient norm is not finite.",
                                                 off="--no-check-for-nan-in-loss-and-grad")
 
 
@@ -297,12 +316,15 @@ class Memory:
     recompute_method: str = flag("uniform", "Which layers are recomputed: uniform (all, recompute-num-layers of them "
                                             "as one unit) or block (only the first recompute-num-layers of a stage).",
                                  "--recompute-method", "--activations-checkpoint-method", choices=("uniform", "block"))
-    recompute_num_layers: int = flag(1, "Layers of a unit (uniform) or of a stage (block).",
+    recompute_num_layers: int = flag(1, "Layers that are recomputed as one unit (uniform), or recomputed layers of a "
+                                        "stage (block).",
                                      "--recompute-num-layers", "--checkpoint-num-layers")
-    loss_tile_size: int = flag(0, "Tokens whose logits exist at once; default: as many as suit the device.")
-    mlp_tile_size: int = flag(0, "Tokens whose feed-forward activations exist at once; default: all.")
-    attention_head_groups: int = flag(1, "Attend group by group of heads, so that the working set of attention falls "
-                                         "by this factor.")
+    loss_tile_size: int = flag(0, "Number of tokens whose logits exist at the same time; default: as many as suit the "
+                                  "device.")
+    mlp_tile_size: int = flag(0, "Number of tokens whose feed-forward activations exist at the same time; default: "
+                                 "all.")
+    attention_head_groups: int = flag(1, "Number of groups of heads that attention computes one after another, which "
+                                         "divides its working memory by this number.")
     offload_activations: float = flag(0.0, "Keep this share of the recomputed layers' inputs in host memory (1 without "
                                            "a value).", nargs="?", metavar="SHARE")
     offload_optimizer: bool = flag(False, "Keep master weights and optimizer states in host memory.",
@@ -314,7 +336,8 @@ class Checkpoint:
     """Checkpoints."""
 
     save: str = flag("", "Directory for checkpoints, metrics and the resolved configuration.")
-    load: str = flag("", "Directory to resume from; nothing there: start afresh with a warning.")
+    load: str = flag("", "Directory of the checkpoint to resume from; if it has none, the run starts afresh with a "
+                         "warning.")
     save_interval: int = flag(0, "Iterations between checkpoints (required with --save).")
     ckpt_step: int = flag(0, "Load this iteration instead of the newest.")
     exit_on_missing_checkpoint: bool = flag(False, "Exit with an error when --load has nothing to load.")
@@ -334,30 +357,32 @@ class Logging:
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradient.")
     timing_log_level: int = flag(0, "0: step time; 1: also the parts of a step; 2: also forward and backward, summed "
                                     "over the microbatches.")
-    timing_log_option: str = flag("minmax", "Of which ranks the parts' times are shown.",
+    timing_log_option: str = flag("minmax", "Which times of a part are shown: the longest of all ranks, the shortest "
+                                            "and longest, or those of all ranks.",
                                   choices=("max", "minmax", "all"))
     profile: bool = flag(False, "Write a profiler trace (for Perfetto) of some steps to SAVE/profile, on a GPU with a "
                                 "memory snapshot.")
     profile_step_start: int = flag(10, "Profile the steps after this iteration.")
     profile_step_end: int = flag(12, "Last iteration to profile.")
     profile_ranks: tuple[int, ...] = flag((0,), "Ranks that profile.", nargs="*", metavar="RANK")
-    tensorboard_dir: str = flag("", "Write TensorBoard events here.")
+    tensorboard_dir: str = flag("", "Directory for TensorBoard events; turns TensorBoard on.")
     tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard's queue of pending events.")
-    log_timers_to_tensorboard: bool = flag(False, "Timers to TensorBoard.")
-    log_batch_size_to_tensorboard: bool = flag(False, "Batch size to TensorBoard (always there).")
-    log_validation_ppl_to_tensorboard: bool = flag(False, "Validation perplexity to TensorBoard.")
-    log_memory_to_tensorboard: bool = flag(False, "Memory to TensorBoard.")
-    log_world_size_to_tensorboard: bool = flag(False, "Number of processes to TensorBoard.")
+    tensorboard_queue_size: int = flag(1000, "Events that TensorBoard may keep in memory before it writes them.")
+    log_timers_to_tensorboard: bool = flag(False, "Write the times of --timing-log-level to TensorBoard.")
+    log_batch_size_to_tensorboard: bool = flag(False, "Accepted for compatibility: TensorBoard always gets the batch "
+                                                      "size.")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "Write the validation perplexity to TensorBoard.")
+    log_memory_to_tensorboard: bool = flag(False, "Write memory in use to TensorBoard.")
+    log_world_size_to_tensorboard: bool = flag(False, "Write the number of processes to TensorBoard.")
     log_optimizer_states_to_tensorboard: bool = flag(
         False, "Norms and largest values of the weights and of Adam's moments to TensorBoard, W&B and metrics.jsonl.")
-    log_loss_scale_to_tensorboard: bool = flag(True, "Loss scale to TensorBoard.",
+    log_loss_scale_to_tensorboard: bool = flag(True, "TensorBoard gets the loss scale.",
                                                off="--no-log-loss-scale-to-tensorboard")
-    wandb_project: str = flag("", "Weights & Biases project; turns it on.",
+    wandb_project: str = flag("", "Project on Weights & Biases; turns Weights & Biases on.",
                               "--wandb-project", "--wandb-project-name")
-    wandb_exp_name: str = flag("", "Weights & Biases run name.", "--wandb-exp-name", "--wandb-name")
-    wandb_entity: str = flag("", "Weights & Biases entity.", "--wandb-entity", "--wandb-entity-name")
-    wandb_save_dir: str = flag("", "Weights & Biases directory; default: SAVE/wandb.")
+    wandb_exp_name: str = flag("", "Name of the run on Weights & Biases.", "--wandb-exp-name", "--wandb-name")
+    wandb_entity: str = flag("", "Team or user on Weights & Biases.", "--wandb-entity", "--wandb-entity-name")
+    wandb_save_dir: str = flag("", "Directory for files of Weights & Biases; default: SAVE/wandb.")
 
 
 @dataclass(frozen=True)
