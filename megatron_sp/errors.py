@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """A mistake the user can cure; its text is the whole story."""
+    """A mistake that the user can cure. Its text says all the user needs; no traceback is printed."""
 
     exit_code = 2
 

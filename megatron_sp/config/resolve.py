@@ -1,4 +1,4 @@
-"""Derived values: what the command line leaves open and the rest of it decides."""
+"""Derived values: what the command line leaves open and its other values decide."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_sp.layout.sequence_split import with_split
 def resolve(run: Run, world_size: int) -> Run:
     """Fill in every value that follows from others.
 
-    Resolving a resolved run changes nothing. A run with mistakes resolves as far as it goes;
-    ``checks.check`` reports them. Two holes stay: the vocabulary sizes (see ``with_vocab``), and
-    the communication backend, which depends on the devices found.
+    Resolving a resolved run changes nothing. A run with mistakes is resolved as far as possible; ``checks.check``
+    reports the mistakes. Two values stay open: the vocabulary sizes (see ``with_vocab``), and the communication
+    backend, which depends on the devices found.
 
     Args:
         world_size: number of processes.
@@ -30,7 +30,7 @@ def resolve(run: Run, world_size: int) -> Run:
 
 
 def with_vocab(run: Run, vocab_size: int) -> Run:
-    """The run with its vocabulary sizes.
+    """Return the run with its vocabulary sizes.
 
     Args:
         vocab_size: unpadded size, from the tokenizer. A larger ``--vocab-size`` counts.

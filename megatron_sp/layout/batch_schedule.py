@@ -1,4 +1,4 @@
-"""``--step-batch-size-schedule "0:768 250B:1536"``: global batch sizes by tokens. Pure."""
+"""``--step-batch-size-schedule "0:768 250B:1536"``: reading global batch sizes that depend on the tokens consumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_batch_schedule(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """``(tokens, global batch size)`` of each step, in order.
+    """Return ``(tokens, global batch size)`` of each step, in order.
 
     Raises:
         ValueError: with a sentence fragment saying what is wrong.
@@ -41,7 +41,7 @@ def _entry(word: str) -> tuple[int, int]:
 
 
 def last_batch_size(words: Sequence[str]) -> int:
-    """Global batch size of the last step; 0 when there is no schedule, or none that can be read."""
+    """Return the global batch size of the last step; 0 when there is no schedule, or none that can be read."""
     try:
         steps = parse_batch_schedule(words)
     except ValueError:
@@ -50,7 +50,7 @@ def last_batch_size(words: Sequence[str]) -> int:
 
 
 def batch_sizes(train: Train) -> list[int]:
-    """Every global batch size of a resolved run in order, before any rounding down."""
+    """Return every global batch size of a resolved run in order, before any rounding down."""
     if train.step_batch_size_schedule:
         try:
             return [size for _, size in parse_batch_schedule(train.step_batch_size_schedule)]

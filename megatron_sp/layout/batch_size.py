@@ -1,4 +1,4 @@
-"""How large the global batch is, and how many iterations a number of samples makes. Pure."""
+"""How large the global batch is at each point of a run, and how many iterations a number of samples makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_sp.layout.batch_schedule import parse_batch_schedule
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Global batch size as a function of the samples consumed so far: a staircase.
+    """Global batch size as a function of the samples consumed so far; it grows in steps.
 
     Attributes:
         full: the size after the last step; without steps the only one.
@@ -40,8 +40,8 @@ class BatchSize:
             if train.rampup_batch_size else None
         return cls(train.global_batch_size, unit, ramp)
 
-    def stairs(self) -> list[tuple[int, int]]:
-        """``(first sample, size)`` of each step, sizes rounded."""
+    def size_steps(self) -> list[tuple[int, int]]:
+        """Return ``(first sample, size)`` of each step, with sizes rounded down to multiples of ``unit``."""
         steps = list(self.steps) or [(0, self.full)]
         if self.ramp:
             start, increment, samples = self.ramp
@@ -54,17 +54,17 @@ class BatchSize:
     @property
     def last(self) -> int:
         """The size after the last step: that of evaluations."""
-        return self.stairs()[-1][1]
+        return self.size_steps()[-1][1]
 
     def at(self, consumed_samples: int) -> int:
-        """Global batch size of the step that starts after ``consumed_samples``."""
-        stairs = self.stairs()
-        return stairs[bisect_right(stairs, consumed_samples, key=lambda step: step[0]) - 1][1]
+        """Return the global batch size of the iteration that starts after ``consumed_samples``."""
+        steps = self.size_steps()
+        return steps[bisect_right(steps, consumed_samples, key=lambda step: step[0]) - 1][1]
 
     def iterations(self, consumed_samples: int, train_samples: int) -> int:
-        """Iterations from ``consumed_samples`` until ``train_samples``; a last partial batch is dropped."""
+        """Return the iterations from ``consumed_samples`` until ``train_samples``; a last partial batch is dropped."""
         iterations = 0
-        for size, until_next in self._flights(consumed_samples):
+        for size, until_next in self._iterations_of_each_size(consumed_samples):
             fitting = max(train_samples - consumed_samples, 0) // size
             if until_next is None or fitting < until_next:
                 return iterations + fitting
@@ -73,19 +73,19 @@ class BatchSize:
         return iterations
 
     def samples(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Samples that ``iterations`` iterations after ``consumed_samples`` consume."""
+        """Return the samples that ``iterations`` iterations after ``consumed_samples`` consume."""
         total = 0
-        for size, until_next in self._flights(consumed_samples):
+        for size, until_next in self._iterations_of_each_size(consumed_samples):
             count = iterations if until_next is None else min(iterations, until_next)
             total += count * size
             iterations -= count
         return total
 
-    def _flights(self, consumed_samples: int) -> list[tuple[int, int | None]]:
-        """From here on: each size, and the iterations that have it (None: all further ones)."""
-        stairs, flights = self.stairs(), []
-        for (_, size), (end, _) in zip(stairs, stairs[1:]):
+    def _iterations_of_each_size(self, consumed_samples: int) -> list[tuple[int, int | None]]:
+        """Return each size from here on, and the number of iterations that have it (None: all further ones)."""
+        steps, found = self.size_steps(), []
+        for (_, size), (end, _) in zip(steps, steps[1:]):
             count = max(0, -(-(end - consumed_samples) // size))
-            flights.append((size, count))
+            found.append((size, count))
             consumed_samples += count * size
-        return [*flights, (stairs[-1][1], None)]
+        return [*found, (steps[-1][1], None)]

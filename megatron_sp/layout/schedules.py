@@ -49,7 +49,7 @@ def stages_of_rank(schedule: str, pp: int, stages_per_rank: int, rank: int) -> l
     """
     if SCHEDULES[schedule].is_v_shaped and pp > 1:
         return [rank, 2 * pp - 1 - rank]
-    return [rank + pp * turn for turn in range(max(1, stages_per_rank))]
+    return [rank + pp * round_number for round_number in range(max(1, stages_per_rank))]
 
 
 def takes_microbatches(schedule: str, number: int, pp: int) -> bool:

@@ -1,4 +1,4 @@
-"""How to split a sequence over N ranks: which part by Ulysses, which by a ring. Pure arithmetic."""
+"""How ``--sequence-split N`` divides N ranks into a Ulysses size and a ring size. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICES_PER_NODE = 8
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The two sizes, and the reasons in one sentence."""
+    """The two sizes, and the reason for them in one sentence."""
 
     ulysses: int
     ring: int
@@ -20,7 +20,7 @@ class SequenceSplit:
 
 
 def split_sequence(size: int, *, heads: int, kv_heads: int, tp: int, devices_per_node: int) -> SequenceSplit:
-    """Ulysses as far as it goes evenly and cheaply, a ring around it for the rest.
+    """Choose the largest Ulysses size that divides evenly and costs little, and a ring for the rest.
 
     Ulysses computes whole attention with the plain kernels, but every rank needs a head, its all-to-all
     waits, and key/value heads that several ranks need are sent several times. So its size is the largest
@@ -58,7 +58,7 @@ def split_sequence(size: int, *, heads: int, kv_heads: int, tp: int, devices_per
 
 
 def split_of(parallel: Parallel, model: Model) -> SequenceSplit | None:
-    """The split that ``--sequence-split`` asks for; None without it, or where the heads are not known."""
+    """Return the split that ``--sequence-split`` asks for; None without it, or where the heads are not known."""
     if parallel.sequence_split < 1 or min(model.num_attention_heads, model.num_query_groups, parallel.tp) < 1:
         return None
     return split_sequence(parallel.sequence_split, heads=model.num_attention_heads, kv_heads=model.num_query_groups,
@@ -66,7 +66,7 @@ def split_of(parallel: Parallel, model: Model) -> SequenceSplit | None:
 
 
 def with_split(parallel: Parallel, model: Model) -> Parallel:
-    """The section with ``ulysses`` and ``ring`` filled in, unless the user gave them."""
+    """Return the section with ``ulysses`` and ``ring`` filled in, unless the user gave them."""
     split = split_of(parallel, model)
     if split is None or parallel.sp > 1:
         return parallel
@@ -74,15 +74,15 @@ def with_split(parallel: Parallel, model: Model) -> Parallel:
 
 
 def split_problem(parallel: Parallel) -> str:
-    """A sentence when the split contradicts sizes given beside it, else ""."""
+    """Return a sentence when the split contradicts sizes that are given too, else ""."""
     if parallel.sequence_split in (0, parallel.sp) or parallel.sp < 1:
         return ""
     return (f"--sequence-split {parallel.sequence_split} chooses both sizes, but --ulysses-size {parallel.ulysses} x "
-            f"--ring-size {parallel.ring} = {parallel.sp} are given; keep either.")
+            f"--ring-size {parallel.ring} = {parallel.sp} are given; leave out the one or the others.")
 
 
 def split_note(parallel: Parallel, model: Model) -> str:
-    """Why the split is what it is; "" when nothing was chosen."""
+    """Return a sentence that says which split was chosen and why; "" when none was chosen."""
     split = split_of(parallel, model)
     if split is None or (split.ulysses, split.ring) != (parallel.ulysses, parallel.ring):
         return ""

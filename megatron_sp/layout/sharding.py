@@ -1,15 +1,15 @@
-"""Which runs need FSDP at all."""
+"""Which runs use FSDP2, and how large the buckets of summed gradients are without it."""
 
 from __future__ import annotations
 
 from megatron_sp.config.schema import Run
 
-#: Bytes of whole gradients that are summed together over the ranks.
+#: Bytes of gradients that one all-reduce sums where FSDP2 is not used.
 GRADIENT_BUCKET = 32 << 20
 
 
 def uses_fsdp(run: Run) -> bool:
-    """Whether there is something to shard, to cast or to keep on the host.
+    """Return whether a run uses FSDP2: something is sharded, computed in half precision, or kept in host memory.
 
     Otherwise every data- and sequence-parallel rank holds whole fp32 weights (ZeRO stage 0), and their gradients
     are summed without FSDP (``parallel.gradients``).

@@ -6,7 +6,7 @@ from megatron_sp.config.schema import Model, Parallel
 
 
 def split_layers(num_layers: int, num_stages: int, *, first_cost: float = 0.0, last_cost: float = 0.0) -> list[range]:
-    """Balanced runs of layers for the stages; every layer belongs to exactly one.
+    """Return the layers of each stage so that the most loaded stage has as little work as possible.
 
     Args:
         first_cost, last_cost: work of the embedding and of the output layer with its loss, in layers.
@@ -24,20 +24,20 @@ def split_layers(num_layers: int, num_stages: int, *, first_cost: float = 0.0, l
 
 
 def runs(counts: list[int]) -> list[range]:
-    """Consecutive runs of these lengths."""
+    """Return consecutive ranges of these lengths."""
     bounds = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     return [range(start, stop) for start, stop in zip(bounds, bounds[1:])]
 
 
 def output_cost(model: Model) -> float:
-    """Work of the output layer and its loss, as a number of transformer layers."""
+    """Return the work of the output layer and its loss, as a number of transformer layers."""
     mlp = (3 if model.is_gated else 2) * model.ffn_hidden_size
     heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
     return model.vocab_size / max(1, mlp + heads)
 
 
 def stage_layers(model: Model, parallel: Parallel) -> list[range]:
-    """Layers of every stage of a resolved run, in order."""
+    """Return the layers of every stage of a resolved run, in order."""
     num_stages = parallel.pp * max(1, parallel.stages_per_rank)
     if num_stages == 1:
         return [range(model.num_layers)]

@@ -65,7 +65,7 @@ def stepped(flags: str, world: int = 1) -> BatchSize:
 def test_steps_come_at_their_numbers_of_tokens() -> None:
     # 320 tokens are 10 samples; 1K tokens are 31.25 samples: the first batch that starts after them
     steps = stepped("--train-iters 9 --step-batch-size-schedule 0:2 320:4 1K:6")
-    assert steps.stairs() == [(0, 2), (10, 4), (32, 6)]
+    assert steps.size_steps() == [(0, 2), (10, 4), (32, 6)]
     assert [steps.at(consumed) for consumed in (0, 9, 10, 31, 32, 10**9)] == [2, 2, 4, 4, 6, 6]
     # 5 x 2 = 10, 6 x 4 = 24 (4 at 30 as well), then 6 each
     assert steps.iterations(0, 34 + 2 * 6 + 5) == 5 + 6 + 2
@@ -100,7 +100,7 @@ def test_decreased_sizes_count_everywhere() -> None:
     flags = "--train-iters 10 --decrease-batch-size-if-needed --micro-batch-size 4"
     assert stepped(f"{flags} --global-batch-size 14").samples(10) == 120
     steps = stepped(f"{flags} --step-batch-size-schedule 0:6 640:14")
-    assert steps.stairs() == [(0, 4), (20, 12)] and steps.last == 12
+    assert steps.size_steps() == [(0, 4), (20, 12)] and steps.last == 12
     ramp = stepped("--train-samples 200 --decrease-batch-size-if-needed --micro-batch-size 4 --global-batch-size 14 "
                    "--rampup-batch-size 6 4 100")
-    assert ramp.stairs() == [(0, 4), (50, 8), (100, 12)]
+    assert ramp.size_steps() == [(0, 4), (50, 8), (100, 12)]

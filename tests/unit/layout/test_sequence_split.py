@@ -56,7 +56,7 @@ def test_the_launcher_knows_the_node_and_the_command_line_knows_better() -> None
 
 
 def test_two_answers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="keep either"):
+    with pytest.raises(ConfigError, match="leave out the one or the others"):
         load_run([*TRAINING, *MODEL, "--sequence-split", "8", "--ulysses-size", "2"], 8)
 
 
