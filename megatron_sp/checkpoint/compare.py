@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits the run that wants to load it. Pure."""
+"""Compare the configuration in a checkpoint with that of the run that loads it. Reads no files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_sp.config.cli.options import flag_names
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import CheckpointError
 
-#: Fields of the model that the weights depend on: another value cannot load.
+#: Fields of the model that shapes or meaning of the weights depend on: a run with another value is refused.
 MUST_MATCH = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
     "position_embedding_type", "normalization", "apply_layernorm_1p", "activation", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "vocab_size", "rotary_interleaved")
 
-#: What may change on the way, but is worth a line.
+#: Fields that may change on resume; the log names each change.
 MAY_CHANGE = (
     ("model", "rotary_base"), ("model", "rotary_percent"), ("model", "rotary_seq_len_interpolation_factor"),
     ("model", "use_rope_scaling"), ("model", "rope_scaling_factor"), ("model", "norm_epsilon"),
@@ -48,7 +48,7 @@ def check_model(saved: dict[str, Any], run: Run, source: str) -> None:
 
 
 def changed(saved: dict[str, Any], run: Run) -> list[str]:
-    """One line for each setting that differs from the checkpoint's and is allowed to."""
+    """Return one sentence for each setting that may change on resume and differs from the checkpoint's."""
     lines = []
     for section, name in MAY_CHANGE:
         mine = getattr(getattr(run, section), name)
@@ -68,7 +68,7 @@ def changed(saved: dict[str, Any], run: Run) -> list[str]:
 
 
 def flag_name(section: str, name: str) -> str:
-    """The spelling of a field on the command line."""
+    """Return the flag of a field, as users type it."""
     if name == "activation":
         return "the activation (--swiglu, --squared-relu ...)"
     return flag_names()[f"{section}.{name}"]

@@ -68,9 +68,6 @@ def complete_checkpoints(directory: Path) -> dict[int, Path]:
     leaves only this name; then the checkpoint under it counts.
     """
     candidates = iteration_directories(directory, REPLACED) | iteration_directories(directory)
-    for iteration, path in iteration_directories(directory, REPLACED).items():
-        if not (candidates[iteration] / MANIFEST).is_file():
-            candidates[iteration] = path
     return {number: path for number, path in sorted(candidates.items()) if (path / MANIFEST).is_file()}
 
 

@@ -1,9 +1,12 @@
-"""The logical view of a model and its optimizer: full tensors by name, each rank holding pieces.
+"""Describe model and optimizer as full tensors by name, of which each rank holds a piece.
 
-A parameter lives as a plain tensor or as a DTensor, split over tp and then (by FSDP, dim 0 of the
-tp-local tensor) over the shard ranks. ``Piece`` says where a rank's part lies in the full tensor
-**without padding**: the vocabulary tensors have exactly V rows here, whatever tp padded them to. So
-any layout can read what any other wrote.
+A checkpoint knows no layout: it stores full tensors. A parameter is a plain tensor or a DTensor, split over tp and then
+by FSDP (dim 0 of the tp-local tensor) over the ranks that share its weights. ``Piece`` says where a rank's part lies in
+the full tensor **without padding**: vocabulary tensors have exactly V rows here, whatever tp padded them to. So any
+layout can read what any other wrote::
+
+    embedding.word.weight, V = 97 rows, tp 2 pads to 128:     rank 0 holds rows 0-63, all real
+                                                              rank 1 holds rows 64-127: 64-96 real, 31 of padding
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of a logical tensor; what torch.distributed.checkpoint writes and fills.
+    """A rank's part of a full tensor; torch.distributed.checkpoint writes it and fills it.
 
     Attributes:
-        data: the rank's elements, a view: loading writes through it.
+        data: the rank's elements, a view of the parameter: loading writes into the parameter through it.
         shape: shape of the full tensor, without padding.
-        offset: where ``data`` starts in the full tensor.
-        padding: rows of the local tensor that belong to no row of the full one, a view.
+        offset: index of the first element of ``data`` in the full tensor.
+        padding: the local rows beyond the last row of the full tensor, a view; None for tensors without padding.
     """
 
     data: torch.Tensor
@@ -46,7 +49,7 @@ class Piece:
 
     @property
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """The box this piece fills; none when it is empty."""
+        """The part of the full tensor that this piece covers, as torch describes it; none when the piece is empty."""
         if self.data.numel() == 0:
             return []
         return [ChunkStorageMetadata(torch.Size(self.offset), self.data.shape)]
@@ -62,7 +65,7 @@ class Piece:
 
 
 class PieceSavePlanner(DefaultSavePlanner):
-    """Saves a flat dict of pieces; replicas are written once, and gaps or overlaps are refused."""
+    """Saves a dict of pieces by name. Of equal copies one is written; gaps and overlaps between pieces are refused."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -72,7 +75,7 @@ class PieceSavePlanner(DefaultSavePlanner):
 
 
 class PieceLoadPlanner(DefaultLoadPlanner):
-    """Fills a flat dict of pieces in place."""
+    """Fills a dict of pieces by name in place."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -93,9 +96,10 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def locate(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """A rank's elements of a parameter or moment, and where they start in the (padded) full tensor.
+    """Return a rank's elements of a parameter or moment, and their offset in the full tensor with padding.
 
-    The innermost mesh axis is tp; the axes before it are FSDP's, which cuts what tp left.
+    The innermost mesh axis is tp. The axes before it are FSDP's, which splits the tp-local tensor. So the offset is
+    computed from the innermost axis outwards.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
@@ -114,10 +118,10 @@ def locate(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def piece_of(tensor: torch.Tensor, vocab_size: int | None) -> Piece:
-    """The piece of a tensor this rank holds.
+    """Return the piece of a tensor that this rank holds.
 
     Args:
-        vocab_size: number of real rows, for tensors with vocabulary rows; None for all others.
+        vocab_size: number of rows without padding, for tensors with one row a vocabulary entry; None for all others.
     """
     local, offset = locate(tensor)
     if vocab_size is None:
@@ -127,10 +131,9 @@ def piece_of(tensor: torch.Tensor, vocab_size: int | None) -> Piece:
 
 
 def logical_parameters(model: nn.Module, config: Model) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by their name in the whole model.
+    """Yield this rank's parameters with their name in the checkpoint.
 
-    A pipeline's last stage holds a copy of tied embeddings as its output weight: here both copies have
-    the embedding's name.
+    The last pipeline stage holds a copy of tied embeddings as its output weight. Both copies get the embedding's name.
     """
     tied = not config.untie_embeddings_and_output_weights
     for name, p in model.named_parameters():
@@ -138,7 +141,7 @@ def logical_parameters(model: nn.Module, config: Model) -> Iterator[tuple[str, n
 
 
 def model_pieces(model: nn.Module, config: Model) -> dict[str, Piece]:
-    """``model.NAME`` for each parameter; of two tied copies on one rank, the first."""
+    """Return this rank's pieces of the parameters as ``model.NAME``; of two tied copies on one rank, the first."""
     pieces: dict[str, Piece] = {}
     for name, p in logical_parameters(model, config):
         pieces.setdefault(f"model.{name}", piece_of(p, config.vocab_size if name in (EMBEDDING, OUTPUT) else None))
@@ -146,7 +149,7 @@ def model_pieces(model: nn.Module, config: Model) -> dict[str, Piece]:
 
 
 def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, config: Model) -> dict[str, Piece]:
-    """``optimizer.NAME.KEY`` for each tensor of the optimizer's state; empty before the first step."""
+    """Return this rank's pieces of the optimizer's state as ``optimizer.NAME.KEY``; empty before the first step."""
     pieces: dict[str, Piece] = {}
     for name, p in logical_parameters(model, config):
         for key, value in optimizer.state.get(p, {}).items():
@@ -157,7 +160,7 @@ def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, config:
 
 
 def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that has made no step the (empty) state that loading fills."""
+    """Give an optimizer that has made no step zeros of the right shapes, for loading to fill."""
     kind = type(optimizer).__name__
     for p in model.parameters():
         state: dict[str, torch.Tensor] = {key: torch.zeros_like(p) for key in MOMENTS[kind]}
@@ -170,7 +173,7 @@ def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 def finish_loading(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Model,
                    pieces: dict[str, Piece]) -> None:
-    """Zero the padding, which no checkpoint holds, and fill second copies of tied weights on this rank."""
+    """Set what no checkpoint holds: zeros in the padding, and the second copy of a tied weight on this rank."""
     for piece in pieces.values():
         if piece.padding is not None:
             piece.padding.zero_()

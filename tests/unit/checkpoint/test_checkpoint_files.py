@@ -52,14 +52,20 @@ def test_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("before, iteration", [((), 4), ((4,), 8), ((4, 8), 4), ((4,), 4)],
-                         ids=["first", "next", "again_older", "again_newest"])
+@pytest.mark.parametrize("before, iteration, interrupted", [
+    ((), 4, False), ((4,), 8, False), ((4, 8), 4, False), ((4,), 4, False), ((4, 8), 4, True), ((4, 8), 12, True)],
+    ids=["first", "next", "again_older", "again_newest", "again_after_a_kill", "next_after_a_kill"])
 def test_a_kill_at_any_instant_of_a_save_leaves_complete_checkpoints(
-        tmp_path: Path, before: tuple[int, ...], iteration: int) -> None:
-    """Whatever was complete before stays loadable, old or new, and the next run saves as if nothing had happened."""
+        tmp_path: Path, before: tuple[int, ...], iteration: int, interrupted: bool) -> None:
+    """Whatever was complete before stays loadable, old or new, and the next run saves as if nothing had happened.
+
+    ``interrupted``: an earlier kill came between the two renames that replace iteration 4.
+    """
     (tmp_path / "source").mkdir()
     for number in before:
         save(tmp_path / "source", number, "old")
+    if interrupted:
+        (tmp_path / "source" / "iter_0000004").rename(tmp_path / "source" / "iter_0000004.replaced")
     copies = killed_saves(tmp_path / "source", tmp_path, iteration, "new")
     assert len(copies) > 10
     for copy in copies:
