@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Perplexity of a trained model by document and by position, so that its use of long context is seen.
+"""Measure a trained model's perplexity by document and by position, which shows whether it uses long context.
 
-``evaluate.py --load DIR --data-path PREFIX --output eval.json`` reads the model from DIR (any layout it was
-trained under) on one process, and documents of PREFIX (preprocessed data). Each document is read from its
-start, up to --seq-length tokens, without anything before it. Written are eval.json and eval.png:
+``evaluate.py --load DIR --data-path PREFIX --output eval.json`` loads the model from DIR on one process, whatever
+layout it was trained under, and reads documents of the preprocessed data PREFIX. Each document is read from its start,
+up to --seq-length tokens, with nothing before it. The results are eval.json and eval.png:
 
 - the loss of every document;
-- the loss by position: of tokens with so many tokens of their document before them. Few documents are long, so
-  the loss of *long documents alone* (those that fill the window) stands beside it: there a curve that keeps
-  falling means that the model uses what is far away.
+- the loss by position, which is the number of tokens of the document before the predicted one. Since few documents are
+  long, the same is shown for those documents alone that fill the window. A curve that keeps falling there means that
+  the model uses what is far away.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ if TYPE_CHECKING:
     from megatron_sp.data.indexed_dataset import IndexedDataset
     from megatron_sp.model.gpt import GPT
 
-#: Tokens whose logits exist at once.
-TILE = 512
-
 
 @dataclass(frozen=True)
 class DocumentLosses:
-    """Losses (nats) of the tokens of one document after its first, ``[tokens read - 1]``."""
+    """Losses of one document.
+
+    Attributes:
+        index: number of the document in the data.
+        length: its tokens.
+        losses: nats, of each token that was read after the first.
+    """
 
     index: int
     length: int
@@ -47,10 +50,10 @@ class DocumentLosses:
 
 
 def choose_documents(lengths: np.ndarray, count: int, least: int) -> list[int]:
-    """Up to ``count`` documents of at least ``least`` tokens (and two), evenly spread over the set.
+    """Return up to ``count`` documents of at least ``least`` tokens (never fewer than 2), spread evenly over the data.
 
     Raises:
-        DataError: there are none.
+        DataError: no document is that long.
     """
     import numpy as np
 
@@ -62,40 +65,24 @@ def choose_documents(lengths: np.ndarray, count: int, least: int) -> list[int]:
     return fitting[places].tolist()
 
 
-def token_losses(model: GPT, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Losses fp32 [t - 1] of the tokens [t] after the first, each given all before it."""
+def token_losses(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the losses fp32 [t - 1] of the tokens [t] after the first, each given all tokens before it."""
     import torch
-    from torch.nn import functional as F
 
-    def in_tiles(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[1, t - 1, h], [v, h] -> [1, t - 1]"""
-        parts = []
-        for start in range(0, labels.numel(), TILE):
-            logits = F.linear(x[0, start:start + TILE], weight)[:, :vocab_size].float()
-            parts.append(F.cross_entropy(logits, labels[start:start + TILE], reduction="none"))
-        return torch.cat(parts)[None]
-
-    assert model.output is not None
-    labels, output = tokens[1:], model.output
-
-    class Losses(torch.nn.Module):
-        """The output layer, with losses instead of logits."""
-
-        def forward(self, x: torch.Tensor, tied_weight: torch.Tensor | None = None) -> torch.Tensor:
-            return output(x, tied_weight, in_tiles)
-
-    model.output = Losses()  # type: ignore[assignment]
-    try:
-        with torch.no_grad():
-            positions = torch.arange(labels.numel(), device=tokens.device)[None]
-            return model(tokens[None, :-1], positions, torch.zeros(1, dtype=torch.int64))[0]
-    finally:
-        model.output = output
+    labels = tokens[None, 1:]
+    positions = torch.arange(labels.numel(), device=tokens.device)[None]
+    with torch.no_grad():
+        return model(tokens[None, :-1], positions, torch.zeros(1, dtype=torch.int64), labels=labels,
+                     reduction="none")[0]
 
 
 def evaluate(model: GPT, data: IndexedDataset, chosen: list[int], seq_length: int,
              vocab_size: int) -> list[DocumentLosses]:
-    """Losses of the chosen documents, each cut after ``seq_length`` + 1 tokens."""
+    """Return the losses of the chosen documents, of each at most ``seq_length`` tokens after the first.
+
+    Raises:
+        DataError: a document has a token id that the model's vocabulary lacks.
+    """
     import numpy as np
     import torch
 
@@ -109,13 +96,13 @@ def evaluate(model: GPT, data: IndexedDataset, chosen: list[int], seq_length: in
         if int(ids.max()) >= vocab_size:
             raise DataError(f"document {index} has the token id {int(ids.max())}, but the model's vocabulary has "
                             f"{vocab_size}; the data was preprocessed with another tokenizer")
-        losses = token_losses(model, torch.from_numpy(ids).to(device), vocab_size)
+        losses = token_losses(model, torch.from_numpy(ids).to(device))
         found.append(DocumentLosses(index, length, losses.cpu().numpy()))
     return found
 
 
 def by_position(documents: list[DocumentLosses], seq_length: int) -> list[dict[str, Any]]:
-    """Mean loss by the number of tokens before the predicted one: 1, 2-3, 4-7, 8-15 ..."""
+    """Return the mean loss by the number of tokens before the predicted one: 1, 2-3, 4-7, 8-15 ..."""
     import numpy as np
 
     rows = []
@@ -137,7 +124,7 @@ def perplexity(loss: float) -> float:
 
 
 def report(documents: list[DocumentLosses], seq_length: int) -> dict[str, Any]:
-    """Everything that is written as JSON."""
+    """Return everything that is written as JSON."""
     import numpy as np
 
     tokens = sum(len(document.losses) for document in documents)
@@ -152,7 +139,11 @@ def report(documents: list[DocumentLosses], seq_length: int) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], picture: Path, title: str) -> None:
-    """Loss by position, and loss by length of document, as a PNG."""
+    """Write a PNG with the loss by position and the loss by length of document.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -223,16 +214,23 @@ def main(argv: list[str]) -> None:
     try:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-        draw(result, picture, f"{arguments.load} on {arguments.data_path}")
     except OSError as error:
-        raise DataError(f"--output {arguments.output} cannot be written ({error.strerror}); give another "
+        raise DataError(f"--output {arguments.output} cannot be written ({error.strerror}). Give another "
                         "file") from None
     print(f"{result['documents']} documents, {result['tokens']:,} tokens: loss {result['loss']:.4f}, perplexity "
           f"{result['perplexity']:.2f}")
     for row in result["by_position_of_long_documents"] or result["by_position"]:
         first, last = row["tokens_before"]
         print(f"  {first:>8,} to {last:>8,} tokens before: loss {row['loss']:.4f} ({row['documents']} documents)")
-    print(f"picture: {picture}")
+    print(f"figures: {arguments.output}")
+    try:
+        draw(result, picture, f"{arguments.load} on {arguments.data_path}")
+    except ImportError:
+        print("no picture, because matplotlib is not installed (pip install matplotlib)")
+    except OSError as error:
+        raise DataError(f"{picture} cannot be written ({error.strerror}). Give another --output") from None
+    else:
+        print(f"picture: {picture}")
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def check_lengths(run: Run, prompts: list[list[int]], max_new_tokens: int) -> None:
-    """Learned positions end where the training's did.
+    """Check that the longest prompt and its continuation fit the model's learned positions, if it has any.
 
     Raises:
-        ConfigError: a prompt and its continuation would be longer.
+        ConfigError: they do not fit.
     """
     limit = run.model.max_position_embeddings
     longest = max(map(len, prompts))
@@ -40,11 +40,17 @@ def check_lengths(run: Run, prompts: list[list[int]], max_new_tokens: int) -> No
 
 
 class Texts:
-    """The continuations of a batch: the first is printed as it comes, the others when all have ended."""
+    """Prints the continuations of a batch: the first one as it is generated, the others when all rows have ended.
+
+    Args:
+        prompts, tokens: the prompts as text and as token ids.
+        is_first: there was no batch before, so the first prompt needs no separator.
+        shown: this rank prints; the other tensor-parallel ranks only follow which rows have stopped.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], tokens: Sequence[Sequence[int]],
                  stop_words: Sequence[str], *, is_first: bool, shown: bool):
-        from megatron_sp.inference.generate import StopWords, TextStream
+        from megatron_sp.inference.text import StopWords, TextStream
 
         self.streams = [TextStream(tokenizer.decode, ids) for ids in tokens]
         self.stops = [StopWords(stop_words) for _ in tokens]
@@ -54,7 +60,7 @@ class Texts:
         self._show(0)
 
     def push(self, new: Sequence[int | None]) -> set[int]:
-        """Take a token of each row; the rows that met a stop word."""
+        """Add a token to each row, None where a row has none; return the rows that have met a stop word."""
         stopped = set()
         for row, token in enumerate(new):
             if token is not None and not self.stops[row].found:
@@ -65,7 +71,7 @@ class Texts:
         return stopped
 
     def finish(self) -> None:
-        """Print what is left of all rows."""
+        """Print the rest of all rows."""
         for row, (stream, stop) in enumerate(zip(self.streams, self.stops)):
             if not stop.found:
                 self.waiting[row] += stop.push(stream.finish())
@@ -82,7 +88,7 @@ class Texts:
 def print_continuations(model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], tokens: Sequence[Sequence[int]],
                         vocab_size: int, arguments: argparse.Namespace, *, is_first: bool, shown: bool) -> None:
     """Print the prompts of a batch and their continuations."""
-    from megatron_sp.inference.generate import Sampling, generate_batch
+    from megatron_sp.inference.sampling import Sampling, generate_batch
 
     sampling = Sampling(0.0 if arguments.greedy else arguments.temperature, arguments.top_k, arguments.top_p)
     texts = Texts(tokenizer, prompts, tokens, arguments.stop, is_first=is_first, shown=shown)
@@ -132,7 +138,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"--seed {arguments.seed} must be at least 0 and below 2^63")
     environment = runtime.launch_environment()
 
-    from megatron_sp.inference.generate import Sampling
+    from megatron_sp.inference.sampling import Sampling
     from megatron_sp.train.restore import for_device, load_model, read_config
     from megatron_sp.train.setup import choose_tokenizer
 

@@ -60,6 +60,8 @@ def recompute(function: Callable[..., torch.Tensor], *args: Any, replay: Replay 
             then do what the first did, therefore without ``replay``.
     """
     assert replay is None or not keep_attention
+    if replay is None and not keep_attention:  # without contexts, which Dynamo cannot trace in a compiled layer
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For the first run and for the second."""

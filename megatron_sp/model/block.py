@@ -10,9 +10,10 @@ from torch import nn
 from megatron_sp.activations.recompute import Replay, recompute
 from megatron_sp.config.schema import Model
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
-from megatron_sp.model.attention.module import Attention, AttentionPlan
+from megatron_sp.model.attention.self_attention import Attention, AttentionPlan
 from megatron_sp.model.mlp import MLP
 from megatron_sp.model.norm import Norm
+from megatron_sp.model.norm_kernels import NormKernels
 from megatron_sp.model.rotary import Rotation
 from megatron_sp.parallel.random import Dropout
 from megatron_sp.parallel.tensor import TensorRegion
@@ -22,28 +23,35 @@ class Block(nn.Module):
     """x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
 
     Args:
-        layer: its global number, from 0.
+        layer: global number of the layer, from 0.
         plan, groups: see ``Attention``.
-        first_token: number of this rank's first token outside tensor-parallel regions, among all shards.
-        recompute_granularity: "full" keeps only the layer's input for backward, "selective" also what
-            attention gave, "" everything. With head groups attention recomputes itself and the
-            layer is kept in two halves, so that attention never runs a third time.
+        first_token: global number of this rank's first token between tensor-parallel regions; it keys dropout.
+        recompute_granularity: what forward keeps for backward: "full" the layer's input only, "selective" also the
+            output of attention, "" everything. With head groups, attention recomputes itself. Then the input of
+            the second branch is kept too, because recomputing the whole layer would run attention a third time.
         mlp_tile: see ``MLP``.
+        compiled: compile the arithmetic of the layer. Recomputation and FSDP's hooks stay outside the compiled part.
     """
 
     def __init__(self, model: Model, layer: int, plan: AttentionPlan, groups: Sequence[AttentionPlan] = (), *,
                  seed: int, first_token: int, recompute_granularity: str = "", mlp_tile: int = 0,
-                 region: TensorRegion, dtype: torch.dtype):
+                 region: TensorRegion, dtype: torch.dtype, norm_kernels: NormKernels, compiled: bool = False):
         super().__init__()
         self.recompute_granularity = recompute_granularity
         self.first_token, self.replay = first_token, Replay()
-        split = region.megatron_sp
-        self.input_norm = Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=split)
-        self.attention = Attention(model, layer, plan, groups, seed=seed, region=region, dtype=dtype)
-        self.post_attention_norm = Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=split)
+
+        def norm() -> Norm:
+            return Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=region.megatron_sp,
+                        kernels=norm_kernels)
+
+        self.input_norm = norm()
+        self.attention = Attention(model, layer, plan, groups, seed=seed, region=region, dtype=dtype,
+                                   norm_kernels=norm_kernels)
+        self.post_attention_norm = norm()
         self.mlp = MLP(model, tile=mlp_tile, region=region, dtype=dtype)
         self.attention_dropout = Dropout(model.hidden_dropout, seed, f"{layer}/attention-output")
         self.mlp_dropout = Dropout(model.hidden_dropout, seed, f"{layer}/mlp-output")
+        self.compute = torch.compile(self._compute) if compiled else self._compute
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
                 cache: KeyValueCache | None = None) -> torch.Tensor:
@@ -51,28 +59,27 @@ class Block(nn.Module):
         if not self.recompute_granularity or not torch.is_grad_enabled():
             return self.compute(x, rotation, sample_ids, cache)
         if self.attention.groups:
-            x = self.attend(x, rotation, sample_ids)
-            return recompute(self.feed_forward, x, sample_ids, replay=self.replay)
+            x = self._attend(x, rotation, sample_ids)
+            return recompute(self._feed_forward, x, sample_ids, replay=self.replay)
         if self.recompute_granularity == "selective":
             return recompute(self.compute, x, rotation, sample_ids, keep_attention=True)
         return recompute(self.compute, x, rotation, sample_ids, replay=self.replay)
 
-    def compute(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
+    def _compute(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
+                 cache: KeyValueCache | None = None) -> torch.Tensor:
+        """Both branches, without recomputation."""
+        return self._feed_forward(self._attend(x, rotation, sample_ids, cache), sample_ids)
+
+    def _attend(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
                 cache: KeyValueCache | None = None) -> torch.Tensor:
-        """The layer itself."""
-        return self.feed_forward(self.attend(x, rotation, sample_ids, cache), sample_ids)
-
-    def attend(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
-               cache: KeyValueCache | None = None) -> torch.Tensor:
-        """The first residual branch."""
+        """x + drop(attention(norm(x)))"""
         y = self.attention(x, rotation, sample_ids, cache, normalise=self.input_norm)
-        return x + self.drop(y, self.attention_dropout, sample_ids)
+        return x + self._drop(y, self.attention_dropout, sample_ids)
 
-    def feed_forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
-        """The second residual branch."""
+    def _feed_forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
+        """x + drop(mlp(norm(x)))"""
         y = self.mlp(self.post_attention_norm(x), skip_value=self.replay.is_active)
-        return x + self.drop(y, self.mlp_dropout, sample_ids)
+        return x + self._drop(y, self.mlp_dropout, sample_ids)
 
-    def drop(self, x: torch.Tensor, dropout: Dropout, sample_ids: torch.Tensor) -> torch.Tensor:
-        """Dropout in training, nothing in evaluation."""
+    def _drop(self, x: torch.Tensor, dropout: Dropout, sample_ids: torch.Tensor) -> torch.Tensor:
         return dropout.hidden(x, sample_ids, self.first_token) if self.training else x

@@ -1,4 +1,4 @@
-"""Build a model for a mesh: the strategy in one short, ordered function."""
+"""Build a run's model on a mesh: modules without storage, then storage, initial weights and sharding, part by part."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import nn
 from megatron_sp.activations.offload import ActivationOffload
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.schedules import stages_of_rank
 from megatron_sp.layout.stages import stage_layers
-from megatron_sp.model.attention.block_kernels import block_kernel
-from megatron_sp.model.attention.cores import AttentionCore, SDPACore, build_core
-from megatron_sp.model.attention.module import AttentionPlan
+from megatron_sp.model.attention.self_attention import AttentionPlan
 from megatron_sp.model.block import Block
 from megatron_sp.model.gpt import GPT, Embedding
 from megatron_sp.model.init import initialise
+from megatron_sp.model.kernels import Kernels, choose_kernels
 from megatron_sp.model.norm import Norm
-from megatron_sp.model.other_kernels import NormKernels, norm_kernels
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages, TiedWeights
 from megatron_sp.parallel.sequence import first_query_head, parallel_attention
@@ -27,25 +26,25 @@ from megatron_sp.parallel.tensor import TensorRegion, VocabParallelOutput
 from megatron_sp.parallel.zero import ZeroSharding
 
 
-def plan_attention(run: Run, mesh: ParallelMesh) -> AttentionPlan:
-    """The heads of this rank and the attention core wrapped for the mesh."""
+def plan_attention(run: Run, mesh: ParallelMesh, kernels: Kernels) -> AttentionPlan:
+    """Return all heads of this rank and an attention core for them, wrapped for the mesh."""
     model = run.model
     heads = HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=mesh.size("tp"),
                          tp_rank=mesh.rank("tp"), ulysses=mesh.size("ulysses"))
-    return plan_heads(run, mesh, heads)
+    return plan_heads(run, mesh, kernels, heads)
 
 
-def plan_head_groups(run: Run, mesh: ParallelMesh, plan: AttentionPlan) -> list[AttentionPlan]:
-    """The same heads in runs, for ``--attention-head-groups``; none without it."""
+def plan_head_groups(run: Run, mesh: ParallelMesh, kernels: Kernels, plan: AttentionPlan) -> list[AttentionPlan]:
+    """Return the same heads cut into the groups of ``--attention-head-groups``; an empty list without the flag."""
     count = run.memory.attention_head_groups
-    return [plan_heads(run, mesh, heads) for heads in plan.heads.in_groups(count)] if count > 1 else []
+    return [plan_heads(run, mesh, kernels, heads) for heads in plan.heads.in_groups(count)] if count > 1 else []
 
 
-def plan_heads(run: Run, mesh: ParallelMesh, heads: HeadSplit) -> AttentionPlan:
-    """A core wrapped for these heads."""
-    core, kernel = attention_core(run, mesh.device), block_kernel(mesh.device)
+def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit) -> AttentionPlan:
+    """Return these heads and an attention core for them, wrapped for the mesh."""
     overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
-    wrapped = parallel_attention(core, kernel, heads, mesh, overlap=overlap, compiled=run.train.compile)
+    wrapped = parallel_attention(kernels.core, kernels.block_kernel, heads, mesh, overlap=overlap,
+                                 compiled=run.train.compile)
     return AttentionPlan(heads, wrapped, first_query_head(heads, mesh))
 
 
@@ -59,36 +58,38 @@ class StagePlan:
 
 
 def plan_stages(run: Run) -> list[StagePlan]:
-    """The stages of the whole pipeline in order."""
+    """Return the stages of the whole pipeline in order."""
     layers = stage_layers(run.model, run.parallel)
     last = len(layers) - 1
-    return [StagePlan(mine, number == 0, number == last) for number, mine in enumerate(layers)]
+    return [StagePlan(stage, number == 0, number == last) for number, stage in enumerate(layers)]
 
 
-def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegion, dtype: torch.dtype) -> GPT:
-    """All modules of a stage, without storage."""
+def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegion, dtype: torch.dtype,
+             kernels: Kernels) -> GPT:
+    """Return all modules of a stage, with parameters on the meta device, which takes no memory."""
     model, seed = run.model, run.train.seed
     tokens = run.data.seq_length // mesh.size("sp")
     first_token = mesh.rank("sp") * tokens + region.outside_tokens(tokens)[0]
-    plan = plan_attention(run, mesh)
+    plan = plan_attention(run, mesh, kernels)
+    groups = plan_head_groups(run, mesh, kernels, plan)
     memory = run.memory
-    unit = memory.recompute_num_layers if memory.recompute_granularity and memory.recompute_method == "uniform" else 1
-    recomputed = stage.layers if memory.recompute_method == "uniform" else stage.layers[:memory.recompute_num_layers]
-    groups = plan_head_groups(run, mesh, plan)
-    # A last stage without the embedding holds a copy of the tied weight (pipeline.TiedWeights).
+    unit, recomputed = recompute_unit(memory), recomputed_layers(memory, stage.layers)
+    # With tied embeddings, a last stage that does not hold the embedding has a copy of it (pipeline.TiedWeights).
     tied = not model.untie_embeddings_and_output_weights and stage.is_first
 
     def block(layer: int) -> Block:
         granularity = memory.recompute_granularity if layer in recomputed and unit == 1 else ""
         return Block(model, layer, plan, groups, seed=seed, first_token=first_token,
-                     recompute_granularity=granularity, mlp_tile=memory.mlp_tile_size, region=region, dtype=dtype)
+                     recompute_granularity=granularity, mlp_tile=memory.mlp_tile_size, region=region, dtype=dtype,
+                     norm_kernels=kernels.norms, compiled=run.train.compile)
 
     embedding = final_norm = output = None
     with torch.device("meta"):
         if stage.is_first:
             embedding = Embedding(model, seed=seed, first_token=first_token, region=region, dtype=dtype)
         if stage.is_last:
-            final_norm = Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=region.megatron_sp)
+            final_norm = Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=region.megatron_sp,
+                              kernels=kernels.norms)
             output = VocabParallelOutput(model.vocab_size, model.padded_vocab_size, model.hidden_size, region=region,
                                          dtype=dtype, tied=tied)
         return GPT(model, stage.layers, block, embedding=embedding, final_norm=final_norm, output=output,
@@ -97,15 +98,15 @@ def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegio
                    if memory.offload_activations else None)
 
 
-def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> GPT:
-    """One stage: initialised, split over tp and sharded over fsdp.
+def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dtype, kernels: Kernels) -> GPT:
+    """Return one stage, initialised, split over tp and sharded over fsdp.
 
-    The order matters: storage is given to one part at a time and sharded at once, so that a rank
-    never holds more than its shards and one whole part; parts are sharded before the stage, whose
-    own unit then holds what is left (a tied embedding, which both ends of the model need).
+    The order matters. Each part gets storage and is sharded before the next one gets storage, so that a rank never
+    holds more than its shards and one whole part. Parts are sharded before the stage as a whole: FSDP then gathers
+    with the stage what no part has taken, which is a tied embedding, since both ends of the model need it.
     """
     region = TensorRegion.of(mesh, run.parallel.megatron_sp)
-    model = assemble(run, stage, mesh, region, dtype)
+    model = assemble(run, stage, mesh, region, dtype, kernels)
     sharding = ZeroSharding(run, mesh)
     is_tied = not run.model.untie_embeddings_and_output_weights
 
@@ -113,7 +114,6 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
         module.to_empty(device=mesh.device)
         initialise(module, name, run.model, run.train.seed, region)
 
-    use_kernels(model, run, mesh.device)
     for name, block in model.layers.items():
         materialise(block, f"layers.{name}")
         sharding.wrap(block)
@@ -124,72 +124,35 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
             sharding.wrap(model.embedding)
     if model.final_norm is not None and model.output is not None:
         materialise(model.final_norm, "final_norm")
-        materialise(model.output, "embedding.word" if is_tied else "output")  # a copy is drawn as the original
+        # The copy of a tied embedding gets the embedding's initial values, because it is drawn from the same name.
+        materialise(model.output, "embedding.word" if is_tied else "output")
         if not shared:
             sharding.wrap([model.final_norm, model.output], keep=True)
     sharding.wrap(model, keep=True)
     return model
 
 
-def use_kernels(model: GPT, run: Run, device: torch.device) -> None:
-    """Other packages' norms for ``--fused-kernels``; layers compiled for ``--compile``.
-
-    Only a layer's arithmetic is compiled: recomputation and FSDP's hooks stay around it.
-    """
-    kernels = fused_norms(run, device)
-    for module in model.modules():
-        if isinstance(module, Norm):
-            module.kernels = kernels
-        if run.train.compile and isinstance(module, Block):
-            module.compute = torch.compile(module.compute)  # type: ignore[method-assign]
-
-
-def attention_core(run: Run, device: torch.device) -> AttentionCore:
-    """The core that ``--attention-core`` means here."""
-    half_head_dim = run.model.head_dim if run.precision.dtype != "float32" else 0
-    return build_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
-                      half_head_dim=half_head_dim)
-
-
-def fused_norms(run: Run, device: torch.device) -> NormKernels:
-    """The norms that ``--fused-kernels`` means here; compiled layers have torch's unless others are named."""
-    choice = run.train.fused_kernels
-    return norm_kernels("torch" if choice == "auto" and run.train.compile else choice, device)
-
-
-def kernels_in_words(run: Run, device: torch.device) -> str:
-    """One line on what a run computes with."""
-    if run.parallel.ring > 1:
-        words = f"{block_kernel(device).description} (blocks of a ring)"
-    else:
-        core = attention_core(run, device)
-        words = core.description
-        if run.model.attention_dropout > 0 and isinstance(core, SDPACore):
-            words = "unfused in query blocks (because of --attention-dropout)"
-    return (f"kernels: attention {words}; norms {fused_norms(run, device).name}; optimizer torch"
-            f"{' (fused)' if run.optimizer.optimizer != 'sgd' else ''}; "
-            f"layers {'compiled' if run.train.compile else 'not compiled'}")
-
-
-def build_model(run: Run, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> GPT | Stages:
-    """The model of a resolved run, or this pipeline rank's stages of it.
+def build_model(run: Run, mesh: ParallelMesh, dtype: torch.dtype = torch.float32,
+                kernels: Kernels | None = None) -> GPT | Stages:
+    """Return the model of a resolved run, or the stages of it that this pipeline rank holds.
 
     Args:
-        dtype: storage type; computation is in ``run.precision``'s type.
+        dtype: type of the stored weights; the model computes in the type of ``run.precision``.
+        kernels: None chooses them here.
     """
-    plans = plan_stages(run)
+    plans, kernels = plan_stages(run), kernels or choose_kernels(run, mesh.device)
     if mesh.size("pp") == 1:
-        return build_stage(run, plans[0], mesh, dtype)
+        return build_stage(run, plans[0], mesh, dtype, kernels)
     parallel = run.parallel
     numbers = stages_of_rank(parallel.pipeline_schedule, parallel.pp, parallel.stages_per_rank, mesh.rank("pp"))
-    stages = Stages([build_stage(run, plans[number], mesh, dtype) for number in numbers], numbers, len(plans))
+    stages = Stages([build_stage(run, plans[number], mesh, dtype, kernels) for number in numbers], numbers, len(plans))
     if not run.model.untie_embeddings_and_output_weights:
         stages.tied = tied_weights(stages, mesh)
     return stages
 
 
 def tied_weights(stages: Stages, mesh: ParallelMesh) -> TiedWeights:
-    """This rank's copies of the embedding that both ends of the pipeline use."""
+    """Return this rank's copies of the embedding, which the first and the last stage of the pipeline use."""
     parts = [part for part in stages if isinstance(part, GPT)]
     first = [part.embedding.word.weight for part in parts if part.embedding is not None]
     last = [part.output.weight for part in parts if part.output is not None]

@@ -1,7 +1,7 @@
-"""The decoder: embedding, a loop over a dict of layers, final norm, logits.
+"""The decoder: embedding, a loop over a dict of layers, final norm, output layer with the loss.
 
-Absent parts are None, so that a pipeline stage is the same class with fewer parts and unchanged
-parameter names. Where this rank's tokens lie is known from ``positions`` alone.
+A pipeline stage is the same class. The parts that other stages hold are None, and the parameters keep their names.
+The model learns from ``positions`` alone which tokens of the sequence it is given.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.block import Block
-from megatron_sp.model.loss import linear_loss_sum
+from megatron_sp.model.loss import linear_cross_entropies, linear_cross_entropy_sum
 from megatron_sp.model.norm import Norm
 from megatron_sp.model.rotary import Rotation, rotation
 from megatron_sp.parallel.random import Dropout
@@ -43,7 +44,11 @@ class PositionEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding, plus learned positions where the model has them, with dropout."""
+    """Token embedding, plus learned positions where the model has them, then dropout.
+
+    Args:
+        first_token: global number of this rank's first token between tensor-parallel regions; it keys dropout.
+    """
 
     def __init__(self, model: Model, *, seed: int, first_token: int, region: TensorRegion, dtype: torch.dtype):
         super().__init__()
@@ -65,15 +70,15 @@ class Embedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder or a stage of one; built by ``build.build_model``.
+    """A decoder, or one pipeline stage of it; made by ``build.build_model``.
 
     Args:
-        model: its shape.
-        blocks: makes the layer of a global number.
+        model: the shape of the whole model.
         layers: global numbers of the layers held here.
+        blocks: makes the layer of a global number.
         embedding, final_norm, output: the other parts, None where another stage holds them.
-        loss_tile: see ``linear_loss.linear_loss_sum``.
-        unit: layers that are recomputed together, 1: each by itself.
+        loss_tile: tokens whose logits exist at once, see ``loss.linear_cross_entropy_sum``.
+        unit: layers that are recomputed together; 1 leaves recomputation to each layer.
         offload: moves layer inputs to host memory.
     """
 
@@ -88,53 +93,62 @@ class GPT(nn.Module):
         self.output = output
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor, *,
-                labels: torch.Tensor | None = None, cache: KeyValueCache | None = None) -> torch.Tensor:
-        """The loss sum of this rank's tokens, or without labels their logits.
+                labels: torch.Tensor | None = None, reduction: Literal["sum", "none"] = "sum",
+                cache: KeyValueCache | None = None) -> torch.Tensor:
+        """Return the losses of this rank's tokens, or without labels their logits.
 
         Args:
-            x: tokens int64 [b, s/sp]; on a later stage hidden states [b, s/sp(/tp), h]
-            positions: int64 [b, s/sp], global
-            sample_ids: int64 [b] on the CPU, global sample ids (they key dropout)
-            labels: int64 [b, s/sp], -100 where there is nothing to predict
-            cache: for incremental decoding
+            x: tokens int64 [b, s/sp]; on a later stage hidden states [b, s/sp(/tp), h].
+            positions: int64 [b, s/sp], global.
+            sample_ids: int64 [b] on the CPU, global sample numbers; they key dropout.
+            labels: int64 [b, s/sp], -100 where there is nothing to predict.
+            reduction: "sum" for training; "none" for the loss of each token, without gradients.
+            cache: keys and values of earlier tokens, for decoding token by token.
         Returns:
-            sum of the valid tokens' losses [1]; without labels logits [b, s/sp, v/tp]; on an earlier stage
-            hidden states [b, s/sp(/tp), h]
+            On an earlier stage hidden states [b, s/sp(/tp), h], without labels logits [b, s/sp, v/tp], else the sum of
+            the losses [1] or, unreduced, the losses [b, s/sp].
         """
         if self.embedding is not None:
             x = self.embedding(x, positions, sample_ids)  # [b, s/sp] -> [b, s/sp(/tp), h]
-        turn = None
+        angles = None
         if self.config.position_embedding_type == "rope":
-            turn = rotation(self.config, positions, x.dtype)
+            angles = rotation(self.config, positions, x.dtype)
         for index, blocks in enumerate(self.units()):
             with self.offload.around(index, x) if self.offload else contextlib.nullcontext():
                 if len(blocks) > 1 and torch.is_grad_enabled():
-                    x = recompute(run_layers, blocks, x, turn, sample_ids)
+                    x = recompute(run_layers, blocks, x, angles, sample_ids)
                 else:
-                    x = run_layers(blocks, x, turn, sample_ids, cache)
+                    x = run_layers(blocks, x, angles, sample_ids, cache)
         if self.final_norm is None or self.output is None:
             return x
         tied = None if self.embedding is None else self.embedding.word.weight
         x = self.final_norm(x)
         if labels is None:
             return self.output(x, tied)  # [b, s/sp(/tp), h] -> [b, s/sp, v/tp]
-        return self.output(x, tied, partial(self.loss_sum, labels))
+        return self.output(x, tied, partial(self.loss_sum if reduction == "sum" else self.token_losses, labels))
 
     def units(self) -> list[list[nn.Module]]:
-        """The layers in runs that are recomputed together."""
+        """Return the layers, grouped into those that are recomputed together."""
         blocks = list(self.layers.values())
         return [blocks[first:first + self.unit] for first in range(0, len(blocks), self.unit)]
 
     def loss_sum(self, labels: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Output layer and loss in one: [b, s/sp, h], [v/tp, h] -> [1]"""
+        """Apply output layer and loss in one function: [b, s/sp, h], [v/tp, h] -> [1]"""
         assert self.output is not None
-        loss = linear_loss_sum(x, weight, labels, self.output.region, self.config.vocab_size, tile=self.loss_tile)
-        return torch.stack([loss])  # no view: FSDP hooks the outputs of its modules
+        loss = linear_cross_entropy_sum(x, weight, labels, self.output.region, self.config.vocab_size,
+                                        tile=self.loss_tile)
+        return torch.stack([loss])  # not a view, because FSDP puts hooks on the outputs of its modules
+
+    def token_losses(self, labels: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The same for the loss of each token, without gradients: [b, s/sp, h], [v/tp, h] -> [b, s/sp]"""
+        assert self.output is not None
+        return linear_cross_entropies(x, weight, labels, self.output.region, self.config.vocab_size,
+                                      tile=self.loss_tile)
 
 
-def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, turn: Rotation | None, sample_ids: torch.Tensor,
+def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, angles: Rotation | None, sample_ids: torch.Tensor,
                cache: KeyValueCache | None = None) -> torch.Tensor:
-    """One layer after another: [b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
+    """Apply the layers one after another: [b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
     for block in blocks:
-        x = block(x, turn, sample_ids, cache)
+        x = block(x, angles, sample_ids, cache)
     return x

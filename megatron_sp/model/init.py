@@ -1,7 +1,7 @@
 """Initial weights that do not depend on the layout.
 
-Each parameter is drawn whole from a generator of its own, keyed by the run's seed and its name,
-and then cut. So the same seed gives the same model under any parallelism, on any device.
+Each parameter has a generator of its own, seeded by the run's seed and the parameter's name. Every rank draws the full
+parameter on the CPU and keeps its part. So the same seed gives the same model under any parallelism and on any device.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """Seed of one parameter's generator."""
+    """Return the seed of one parameter's generator."""
     return stable_key(seed, "initial weights", name)
 
 
 def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) -> torch.Tensor:
-    """The whole parameter of this name, fp32 on the CPU.
+    """Return the initial value of the full parameter of this name, fp32 on the CPU.
 
     Args:
-        shape: full logical shape; for vocabulary weights without padding rows.
+        shape: of the full parameter; for vocabulary weights without the padding rows.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -45,9 +45,9 @@ def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) ->
 
 
 def fill_parameter(parameter: torch.Tensor, full: torch.Tensor, region: TensorRegion) -> None:
-    """Write this tp rank's part of a full logical tensor into a parameter not yet sharded by FSDP.
+    """Write this tp rank's part of a full tensor into a parameter that FSDP has not sharded yet.
 
-    Rows that the parameter has beyond the full tensor (vocabulary padding) become zero.
+    Rows that only the parameter has (vocabulary padding) become zero.
     """
     missing = parameter.shape[0] - full.shape[0]
     if missing:
@@ -63,10 +63,10 @@ def fill_parameter(parameter: torch.Tensor, full: torch.Tensor, region: TensorRe
 
 
 def initialise(module: nn.Module, prefix: str, model: Model, seed: int, region: TensorRegion) -> None:
-    """Draw every parameter of a module whose storage exists already.
+    """Draw every parameter of a module that has storage and is not sharded by FSDP yet.
 
     Args:
-        prefix: the module's name in the whole model.
+        prefix: name of the module in the whole model; it is part of each parameter's seed.
     """
     padded = {id(part.weight): part.vocab_size for part in module.modules()
               if isinstance(part, (VocabParallelEmbedding, VocabParallelOutput))}

@@ -1,9 +1,18 @@
-"""Output layer and loss in one, tile by tile: logits never exist beyond a tile.
+"""Output layer and cross-entropy in one function, tile by tile: the logits of one tile of tokens exist at a time.
 
-The gradients are formed in forward, unscaled, while a tile's logits are there; backward multiplies
-*both* by whatever the loss was scaled with. So no product is computed twice, any scaling is right,
-and a tile stays in the cache of a CPU from its first use to its last. Costs the memory of one
-gradient of the weight during the step.
+For each tile the forward pass computes the logits, the losses and already both gradients:
+
+    logits [t, v/tp] = x_tile @ weight.T
+    losses [t]       = log-sum-exp(logits) - logit of the label
+    g [t, v/tp]      = softmax(logits) - one-hot(label)
+    dx [t, h]        = g @ weight
+    dweight [v/tp, h] += g.T @ x_tile
+
+The backward pass only multiplies dx and dweight with the gradient of the loss, which holds 1 / number of tokens and the
+fp16 loss scale, in fp32. So no product is computed twice. The price is the memory of one gradient of the weight from
+forward to backward.
+
+Source: ALST (arXiv 2506.13996), section 3.3, for the tiles.
 """
 
 from __future__ import annotations
@@ -12,111 +21,170 @@ from typing import Any
 
 import torch
 
-from megatron_sp.model.unfused_loss import IGNORED
+from megatron_sp.layout.tiles import loss_tile
 from megatron_sp.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_sp.parallel.tensor import TensorRegion
 
-#: Logits of an automatic tile: a part of a core's cache; on a GPU large enough to keep it busy.
-CPU_TILE, GPU_TILE = 1 << 21, 1 << 27
+#: Label of a token that has nothing to predict.
+IGNORED_LABEL = -100
+#: The largest sum of magnitudes that a product in fp16 may have; the type ends at 65504.
+FP16_LIMIT_EXPONENT = 15
 
 
-def loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, region: TensorRegion, vocab_size: int,
-                      z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of losses and its gradient with respect to the logits, in the logits' memory where it can be.
+def losses_and_gradient(logits: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
+                        vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return every token's loss and the gradient of their sum with respect to the logits.
+
+    The gradient is written over the logits where their type is wide enough.
 
     Args:
-        logits: [t, v/tp]; columns at or beyond ``vocab_size`` are padding and get no probability
-        labels: int64 [t], -100 where there is nothing to predict
-        z_loss: weight of the squared log-sum-exp that is added per valid token
+        logits: [t, v/tp]; columns at or beyond ``vocab_size`` are padding and get no probability.
+        labels: int64 [t], -100 where there is nothing to predict.
     Returns:
-        a scalar and [t, v/tp], both at least fp32
+        losses [t], 0 for tokens without a label and equal on all tp ranks; gradient [t, v/tp]; both at least fp32.
     """
     columns = logits.shape[-1]
     first = region.rank * columns
-    real = min(max(vocab_size - first, 0), columns)  # the rest of the columns is padding
-    valid = labels != IGNORED
+    real = min(max(vocab_size - first, 0), columns)  # this rank's columns that are not padding
+    valid = labels != IGNORED_LABEL
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    top = wide[:, :real].amax(-1) if real else wide.new_full(labels.shape, -torch.inf)
+    largest = wide[:, :real].amax(-1) if real else wide.new_full(labels.shape, -torch.inf)
     if region.size > 1:
-        top = all_reduce_max(top, region.group)
-    gradient = wide.sub_(top.unsqueeze(-1))
+        largest = all_reduce_max(largest, region.group)
+    gradient = wide.sub_(largest.unsqueeze(-1))
     if real < columns:
         gradient[:, real:] = -torch.inf
-    local = (labels - first).clamp(0, columns - 1).unsqueeze(-1)
-    mine = valid & (labels >= first) & (labels < first + real)
-    label_logit = torch.where(mine, gradient.gather(-1, local).squeeze(-1), 0.0)
+    local_label = (labels - first).clamp(0, columns - 1).unsqueeze(-1)
+    label_is_here = valid & (labels >= first) & (labels < first + real)
+    label_logit = torch.where(label_is_here, gradient.gather(-1, local_label).squeeze(-1), 0.0)
     total = gradient.exp_().sum(-1)
     if region.size > 1:
         total, label_logit = all_reduce_sum(torch.stack((total, label_logit)), region.group)
-    lse = total.log()
-    loss, scale = lse - label_logit, total.reciprocal()
-    if z_loss:
-        whole = lse + top
-        loss = loss + z_loss * whole.square()
-        scale = scale * (1 + 2 * z_loss * whole)
-    gradient.mul_((scale * valid).unsqueeze(-1))
-    gradient.scatter_add_(-1, local, mine.to(gradient.dtype).neg().unsqueeze(-1))
-    return torch.where(valid, loss, 0.0).sum(), gradient
+    gradient.mul_((valid / total).unsqueeze(-1))
+    gradient.scatter_add_(-1, local_label, label_is_here.to(gradient.dtype).neg().unsqueeze(-1))
+    return torch.where(valid, total.log() - label_logit, 0.0), gradient
 
 
-class _LinearLossSum(torch.autograd.Function):
+def fp16_scale(sums: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return the powers of two that bring a gradient's rows or columns as high into the range of fp16 as is safe.
+
+    A probability below 6e-8 is 0 in fp16, and with a vocabulary of 128K most probabilities are that small. Scaled by
+    these powers, the magnitudes in a row add up to at most 2^15 / factor, so the product of the row with values up to
+    ``factor`` cannot overflow, whatever the signs. Elements down to 2^-30 / factor of the row's sum keep the full
+    precision of fp16. Multiplying and dividing by powers of two is exact.
+
+    Args:
+        sums: fp32, sums of the magnitudes in each row or column.
+        factor: fp32 scalar, largest magnitude in the other matrix of the product.
+    """
+    _, exponent = torch.frexp(sums * factor.clamp(min=1.0))  # sums x factor < 2^exponent
+    return torch.ldexp(torch.ones_like(sums), (FP16_LIMIT_EXPONENT - exponent).clamp(max=100))
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """Return an fp32 scalar, without a copy of x."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).float()
+
+
+class _Gradients:
+    """The gradients of x and of the weight, added up over the tiles.
+
+    Attributes:
+        dx: [tokens, h] or None where nobody wants it; in fp16 runs fp32, since it is unscaled.
+        dw: [v/tp, h] or None, at least fp32: a sum over all tokens.
+    """
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, needs_x: bool, needs_weight: bool):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self.weight, self.is_fp16 = weight, x.dtype == torch.float16
+        self.dx = torch.empty_like(x, dtype=wide if self.is_fp16 else x.dtype) if needs_x else None
+        self.dw = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        self.largest_weight = largest_magnitude(weight) if self.is_fp16 and needs_x else None
+
+    def add(self, gradient: torch.Tensor, x_tile: torch.Tensor, rows: slice) -> None:
+        """Add what the tile of these rows contributes, given the gradient [t, v/tp] of its logits."""
+        if self.is_fp16:
+            self._add_fp16(gradient, x_tile, rows)
+            return
+        gradient = gradient.to(x_tile.dtype)
+        if self.dx is not None:
+            self.dx[rows] = gradient @ self.weight
+        if self.dw is not None and self.dw.dtype == x_tile.dtype:
+            self.dw.addmm_(gradient.t(), x_tile)
+        elif self.dw is not None:
+            self.dw += gradient.t() @ x_tile
+
+    def _add_fp16(self, gradient: torch.Tensor, x_tile: torch.Tensor, rows: slice) -> None:
+        """The same with each row, for dx, or column, for dw, scaled into the range of fp16 and back in fp32."""
+        scaled = torch.empty_like(gradient, dtype=torch.float16)
+        if self.dx is not None and self.largest_weight is not None:
+            scale = fp16_scale(torch.linalg.vector_norm(gradient, 1, dim=1, keepdim=True), self.largest_weight)
+            torch.mul(gradient, scale, out=scaled)
+            torch.div(scaled @ self.weight, scale, out=self.dx[rows])
+        if self.dw is not None:
+            scale = fp16_scale(torch.linalg.vector_norm(gradient, 1, dim=0), largest_magnitude(x_tile))
+            torch.mul(gradient, scale, out=scaled)
+            self.dw.addcmul_(scaled.t() @ x_tile, scale.reciprocal().unsqueeze(-1))
+
+
+class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
-                vocab_size: int, tile: int, z_loss: float) -> torch.Tensor:
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        wide = torch.promote_types(x.dtype, torch.float32)
+                vocab_size: int, tile: int) -> torch.Tensor:
         tokens, targets = x.flatten(0, -2), labels.flatten()
-        loss = torch.zeros((), dtype=wide, device=x.device)
-        kept = wide if x.dtype == torch.float16 else x.dtype  # fp16 would lose small unscaled gradients
-        dx = torch.empty_like(tokens, dtype=kept) if needs_x else None
-        dw = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        loss = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        gradients = _Gradients(tokens, weight, *ctx.needs_input_grad[:2])
         for first in range(0, len(tokens), tile):
             rows = slice(first, min(first + tile, len(tokens)))
-            x_tile = tokens[rows]
-            part, gradient = loss_and_gradient(x_tile @ weight.t(), targets[rows], region, vocab_size, z_loss)
-            loss += part
-            gradient = gradient.to(x.dtype)
-            if dx is not None:
-                dx[rows] = gradient @ weight
-            if dw is not None and dw.dtype == x.dtype:
-                dw.addmm_(gradient.t(), x_tile)
-            elif dw is not None:
-                dw += gradient.t() @ x_tile
+            losses, gradient = losses_and_gradient(tokens[rows] @ weight.t(), targets[rows], region, vocab_size)
+            loss += losses.sum()
+            gradients.add(gradient, tokens[rows], rows)
             del gradient  # before the next tile's logits exist
-        ctx.save_for_backward(dx, dw)  # and no attributes, which would live until the loss does
+        # Attributes of ctx would live as long as the loss does; saved tensors are freed by backward.
+        ctx.save_for_backward(gradients.dx, gradients.dw)
         ctx.shape, ctx.dtypes, ctx.scaled_by = x.shape, (x.dtype, weight.dtype), None
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        dx, dw = (None if y is None else y.data for y in ctx.saved_tensors)  # data: backward writes into them
+        # ``data``: the saved tensors are overwritten here, because a scaled copy of dw would be as large as the
+        # embedding. Pipeline schedules that split backward in two call this twice with the same gradient, once for
+        # each result; the second call must not scale again.
+        dx, dw = (None if y is None else y.data for y in ctx.saved_tensors)
         x_dtype, weight_dtype = ctx.dtypes
-        # In place: a copy would be as large as the embedding. Schedules that split backward in two come here twice
-        # with the same gradient, once for each of the results; the second time there is nothing left to scale.
         factor = grad if ctx.scaled_by is None else grad / ctx.scaled_by
         ctx.scaled_by = grad
         dx = None if dx is None else dx.mul_(factor).to(x_dtype).view(ctx.shape)
         dw = None if dw is None else dw.mul_(factor).to(weight_dtype)
-        return dx, dw, None, None, None, None, None
+        return dx, dw, None, None, None, None
 
 
-def automatic_tile(columns: int, device: torch.device) -> int:
-    """Tokens per tile for this many columns of logits."""
-    return max(128, (CPU_TILE if device.type == "cpu" else GPU_TILE) // columns)
-
-
-def linear_loss_sum(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
-                    vocab_size: int, *, tile: int = 0, z_loss: float = 0.0) -> torch.Tensor:
-    """``vocab_parallel_loss_sum(x @ weight.T, labels)`` without the logits.
+def linear_cross_entropy_sum(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
+                             vocab_size: int, *, tile: int = 0) -> torch.Tensor:
+    """Return the sum of the cross-entropies of ``x @ weight.T``; both gradients are formed in the forward pass.
 
     Args:
-        x: [b, t, h], equal on all tp ranks; the gradient is this rank's part of a sum over tp
+        x: [b, t, h], equal on all tp ranks; its gradient is this rank's part of a sum over tp.
         weight: [v/tp, h]
-        labels: int64 [b, t], -100 where there is nothing to predict; equal on all tp ranks
-        tile: tokens whose logits exist at once; 0: ``automatic_tile``
-        z_loss: weight of the squared log-sum-exp that is added per valid token
+        labels: int64 [b, t], -100 where there is nothing to predict; equal on all tp ranks.
+        tile: tokens whose logits exist at once; 0 leaves the choice to ``layout.tiles``.
     Returns:
         a scalar in at least fp32, equal on all tp ranks
     """
-    tile = tile or automatic_tile(len(weight), x.device)
-    return _LinearLossSum.apply(x, weight, labels, region, vocab_size, tile, z_loss)
+    tile = tile or loss_tile(len(weight), on_cpu=x.device.type == "cpu")
+    return _LinearCrossEntropySum.apply(x, weight, labels, region, vocab_size, tile)
+
+
+@torch.no_grad()
+def linear_cross_entropies(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
+                           vocab_size: int, *, tile: int = 0) -> torch.Tensor:
+    """Return the cross-entropy of each token, [b, t] in at least fp32, without gradients; for evaluation.
+
+    Args: see ``linear_cross_entropy_sum``.
+    """
+    tile = tile or loss_tile(len(weight), on_cpu=x.device.type == "cpu")
+    tokens, targets = x.flatten(0, -2), labels.flatten()
+    losses = [losses_and_gradient(part @ weight.t(), target, region, vocab_size)[0]
+              for part, target in zip(tokens.split(tile), targets.split(tile))]
+    return torch.cat(losses).view(labels.shape)

@@ -28,7 +28,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class MLP(nn.Module):
-    """down(act(up(x))), or down(act(gate(x)) * up(x)) when gated (SwiGLU, Shazeer, arXiv 2002.05202)."""
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) when gated (SwiGLU, Shazeer, arXiv 2002.05202).
+
+    Args:
+        tile: tokens whose activations of width f exist at once; 0 for all.
+    """
 
     def __init__(self, model: Model, *, tile: int = 0, region: TensorRegion, dtype: torch.dtype):
         super().__init__()
@@ -44,7 +48,8 @@ class MLP(nn.Module):
         """[b, t(/tp), h] -> [b, t(/tp), h]
 
         Args:
-            skip_value: only backward matters, nobody reads the value (zeros); for tiles in a replay.
+            skip_value: return zeros, because backward recomputes this layer only for its gradients and nobody reads the
+                value. Only the tiled form makes use of it.
         """
         x = self.region.enter(x)  # [b, t(/tp), h] -> [b, t, h]
         if 0 < self.tile < x.shape[1]:
@@ -57,7 +62,7 @@ class MLP(nn.Module):
 
     def compute(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, up_bias: torch.Tensor | None,
                 gate: torch.Tensor | None, gate_bias: torch.Tensor | None) -> torch.Tensor:
-        """A tile's part of the sum over tp, as a function of the weights: [b, t', h] -> [b, t', h]"""
+        """Return this tp rank's part of a tile's output, as a function of the weights: [b, t', h] -> [b, t', h]"""
         inner = F.linear(x, up, up_bias)
         inner = self.activation(inner) if gate is None else self.activation(F.linear(x, gate, gate_bias)) * inner
         return F.linear(inner, down)

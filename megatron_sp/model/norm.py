@@ -10,15 +10,19 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from megatron_sp.config.schema import Model
-from megatron_sp.model.other_kernels import NormKernels
+from megatron_sp.model.norm_kernels import NormKernels
 from megatron_sp.parallel.tensor import TensorRegion, local_weight
 
 #: Rows normalised at a time on a CPU, so that they stay in its cache from first to last use.
 CPU_ROWS = 256
 
 
-class _CachedRMSNorm(torch.autograd.Function):
-    """RMSNorm for CPUs: torch has no fused kernel there, and its composition of seven is three times slower."""
+class _CPURMSNorm(torch.autograd.Function):
+    """RMSNorm for CPUs, a few rows at a time.
+
+    torch has no fused RMSNorm for CPUs. Its seven operators each read all rows from memory, which takes three times as
+    long.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -40,33 +44,35 @@ class _CachedRMSNorm(torch.autograd.Function):
             normed = x_ * scale_
             weighed = grad_ * normed
             dw += weighed.sum(0)
-            mean = torch.mv(weighed, weight).div_(flat.shape[-1]).unsqueeze(-1)  # of the gradient along x
+            mean = torch.mv(weighed, weight).div_(flat.shape[-1]).unsqueeze(-1)  # the gradient's part along x
             torch.mul(grad_, weight, out=dx_).sub_(normed.mul_(mean)).mul_(scale_)
         return dx.view(grad.shape), dw, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension."""
+    """Return x / sqrt(mean(x^2) + epsilon) * weight, the mean over the last dimension."""
     if x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64) \
             and not torch.compiler.is_compiling():
-        return _CachedRMSNorm.apply(x, weight, epsilon)
+        return _CPURMSNorm.apply(x, weight, epsilon)
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
 class Norm(nn.Module):
-    """Normalise the last dimension; statistics in fp32 whatever the input type.
+    """LayerNorm or RMSNorm of the last dimension, with statistics in fp32 whatever the input type.
 
     Args:
         width: size of the last dimension.
-        partial_grad: ranks of tp see different tokens or heads, so that gradients are summed over tp.
+        partial_grad: the tp ranks normalise different tokens or heads, so their gradients of the weight are summed.
+        kernels: the functions to compute with.
     """
 
-    def __init__(self, width: int, model: Model, *, region: TensorRegion, dtype: torch.dtype, partial_grad: bool):
+    def __init__(self, width: int, model: Model, *, region: TensorRegion, dtype: torch.dtype, partial_grad: bool,
+                 kernels: NormKernels):
         super().__init__()
         self.width, self.epsilon = width, model.norm_epsilon
         self.around_one = model.apply_layernorm_1p
         self.partial_grad = partial_grad and region.size > 1
-        self.kernels = NormKernels()
+        self.kernels = kernels
         self.weight = region.parameter((width,), Replicate(), dtype)
         self.bias = region.parameter((width,), Replicate(), dtype) if model.normalization == "LayerNorm" else None
 

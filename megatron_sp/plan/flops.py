@@ -1,8 +1,9 @@
-"""Floating-point operations of the model, counted exactly. Pure; see docs/background/flops.md for the conventions.
+"""Floating-point operations (FLOPs) of the model. docs/background/flops.md explains what is counted and why.
 
-Letters: s sequence, h hidden, f feed-forward width, A = query heads x head width, K = key/value
-heads x head width, L layers, V vocabulary (unpadded: the number must not depend on the layout).
-Only matrix products count, a multiply-add as 2.
+Only matrix products count, and a multiply-add counts as 2.
+
+Letters: s tokens of the sequence, h hidden size, f feed-forward width, A = query heads x head width, K = key/value
+heads x head width, L layers, V vocabulary without padding (which depends on the layout; the count must not).
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Model, Run
+from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.stages import stage_layers
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often backward computes the forward of a part again, as a mean over all layers."""
+    """How many times backward computes the forward of each part again, as a mean over all layers.
 
-    projections: float = 0.0  # of attention: q, k, v, output
+    Attributes:
+        projections: products with attention's weights, which give q, k, v and the output.
+        attention: scores and their product with the values.
+        mlp: products with the feed-forward layers' weights.
+    """
+
+    projections: float = 0.0
     attention: float = 0.0
     mlp: float = 0.0
 
@@ -27,10 +35,10 @@ class SequenceFlops:
     """Forward FLOPs of one sequence of s tokens.
 
     Attributes:
-        projections: the products with attention's weights.
-        mlp: those with the feed-forward layers'.
-        output: the output layer (never recomputed).
-        attention: scores and their product with the values, as if nothing were masked.
+        projections: products with attention's weights.
+        mlp: products with the feed-forward layers' weights.
+        output: product with the output layer's weight, which is never computed again.
+        attention: scores and their product with the values, as if no score were masked.
     """
 
     projections: float
@@ -39,12 +47,12 @@ class SequenceFlops:
     attention: float
 
     def train(self, causal: str = "half", repeats: Repeats = Repeats()) -> float:
-        """FLOPs of forward, backward (twice the forward) and what is computed again.
+        """Return the FLOPs of forward, of backward (twice the forward) and of what backward computes again.
 
         Args:
-            causal: ``"half"`` counts half of the square of scores (what a causal kernel has to do);
-                ``"full"`` counts all of it, as older tools do.
-            repeats: none gives model FLOPs, else hardware FLOPs.
+            causal: "half" counts half of the square of scores, which is what a causal kernel has to compute. "full"
+                counts the whole square, as older tools do.
+            repeats: the default gives model FLOPs (MFU); with ``repeats_of(run)`` hardware FLOPs (HFU).
         """
         attention = self.attention / 2 if causal == "half" else self.attention
         return (3 * self.output + (3 + repeats.projections) * self.projections + (3 + repeats.mlp) * self.mlp
@@ -52,38 +60,40 @@ class SequenceFlops:
 
 
 def repeats_of(run: Run) -> Repeats:
-    """What ``--recompute-granularity``, ``--mlp-tile-size`` and ``--attention-head-groups`` compute again.
+    """Return what recomputation, tiles, head groups and attention dropout compute again in backward.
 
-    Tiles and head groups run their own part again in backward. A layer that is recomputed by itself leaves
-    that part out; a unit of several layers does not, and neither does selective recomputation with tiles.
-    torch stops a recomputation before its last product, whose result nobody needs.
+    - ``--mlp-tile-size`` and ``--attention-head-groups`` compute their own part again. Recomputing a single layer
+      leaves that part out. Recomputing several layers together does not, and neither does selective recomputation with
+      tiles.
+    - ``--attention-dropout`` forms probabilities in blocks of queries and computes their scores again. Selective
+      recomputation keeps the output of fused attention only, so with dropout it computes attention again as well.
+    - torch stops a recomputation before its last product, whose result nobody needs.
     """
     memory, model = run.memory, run.model
     kind, tiled, grouped = memory.recompute_granularity, memory.mlp_tile_size > 0, memory.attention_head_groups > 1
-    unit = memory.recompute_num_layers if kind and memory.recompute_method == "uniform" else 1
-    layers = ends = 1.0 if kind else 0.0  # shares of the layers: recomputed; at the end of what is recomputed at once
-    if kind and memory.recompute_method == "block":
-        stages = stage_layers(model, run.parallel)
-        layers = ends = sum(min(len(stage), memory.recompute_num_layers) for stage in stages) / model.num_layers
-    elif unit > 1:
-        ends = sum(-(-len(stage) // unit) for stage in stage_layers(model, run.parallel)) / model.num_layers
+    drops = model.attention_dropout > 0
+    unit, stages = recompute_unit(memory), stage_layers(model, run.parallel)
+    # Shares of all layers: those that are recomputed, and those that are the last of a unit.
+    layers = sum(len(recomputed_layers(memory, stage)) for stage in stages) / model.num_layers
+    ends = layers if unit == 1 else sum(-(-len(stage) // unit) for stage in stages) / model.num_layers
     attention = layers if unit > 1 or not grouped else 0.0
     mlp = layers if unit > 1 or not tiled or (kind == "selective" and not grouped) else 0.0
     query, key_value = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
     return Repeats(projections=attention + grouped * (query + 2 * key_value) / (2 * query + 2 * key_value),
                    mlp=mlp + tiled - (0.0 if tiled else ends / _matrices(model)),
-                   attention=(attention if kind == "full" or grouped else 0.0) + grouped)
+                   attention=(attention if kind == "full" or grouped or drops else 0.0) + grouped + drops / 2)
 
 
 def _matrices(model: Model) -> int:
+    """Return the number of weight matrices of a feed-forward layer."""
     return 3 if model.is_gated else 2
 
 
 def sequence_flops(model: Model, seq_length: int) -> SequenceFlops:
-    """Count one sequence of ``seq_length`` tokens.
+    """Return the forward FLOPs of one sequence.
 
-    Per token: ``2 [L (h (A + 2K) + A h + m h f) + V h]`` with m = 3 for gated activations, else 2;
-    attention per sequence: ``4 L A s^2``.
+    Per token: ``2 [L (h (A + 2K) + A h + m h f) + V h]``, with m = 3 matrices for gated activations, else 2.
+    Attention per sequence: ``4 L A s^2``.
     """
     h, layers = model.hidden_size, model.num_layers
     query = model.num_attention_heads * model.kv_channels

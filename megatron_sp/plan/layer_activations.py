@@ -1,7 +1,22 @@
-"""Activations of one layer: what its forward keeps for backward, and what its backward needs at its peaks.
+"""Bytes of one layer's activations: what its forward keeps for backward, and the most that its backward holds.
 
 Each term is a tensor of the code in ``model/`` and ``parallel/``; docs/background/memory.md has the formulas in prose.
-All figures are bytes on one rank.
+The names of the tensors, in the order of the forward:
+
+    x  --norm-->  n1  --projections-->  q, k, v  --attention-->  o  --output projection, + x-->  x1
+    x1 --norm-->  n2  --up, gate-->  tensors of width f  --down, + x1-->  x of the next layer
+
+Forward keeps x, n1, q, k, v, o and the log-sum-exp (the attention half), then x1, n2 and the tensors of width f (the
+feed-forward half). Backward frees them in the opposite order. It has two peaks:
+
+    held bytes of one layer
+      ^                    feed-forward peak     attention peak
+      |                    ______                  ____
+      |               ____|      |____        ____|    |___
+      |          ____|                |______|             |____
+      |_________|  kept by forward grows, backward frees        |___
+      +----------------------------------------------------------------> time
+       forward: attention, feed-forward | backward: feed-forward, attention
 """
 
 from __future__ import annotations
@@ -9,13 +24,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.tiles import QUERY_BLOCK
 from megatron_sp.plan.sizes import FP32, Sizes, Weights
 
-#: Feed-forward activations kept, and the most at a time in backward, in widths f, by activation.
+#: For each activation function, how many tensors of width f forward keeps, and how many backward holds at its peak.
 FFN_KEPT = {"swiglu": 4, "gelu": 2, "openai_gelu": 2, "squared_relu": 2, "quick_gelu": 3}
 FFN_PEAK = {"swiglu": 6, "gelu": 3, "openai_gelu": 3, "squared_relu": 4, "quick_gelu": 6}
-#: Queries per block where probabilities are formed (``model.attention_core``).
-QUERY_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -23,12 +37,12 @@ class LayerMemory:
     """Bytes of one layer on one rank.
 
     Attributes:
-        x: its input.
-        attention: what attention keeps beside the input.
-        exchanged: of that, what selective recomputation keeps too.
-        mlp: what the feed-forward half keeps, its input x1 included.
-        backward: the most that backward holds at a time: kept tensors not yet freed, gradients, input.
-        backward_mlp, backward_attention: the same with the halves kept apart.
+        x: the layer's input.
+        attention: what the attention half keeps besides x.
+        exchanged: the part of it that selective recomputation keeps: what attention and its exchange returned.
+        mlp: what the feed-forward half keeps, with its input x1.
+        backward: the most that backward holds at a time: x, kept tensors that are not freed yet, and gradients.
+        backward_mlp, backward_attention: the same for each half, when the other half keeps nothing at that time.
     """
 
     x: float
@@ -41,35 +55,41 @@ class LayerMemory:
 
 
 def layer_memory(run: Run, *, device: str = "cpu") -> LayerMemory:
-    """Of any one layer; recomputation is left to the caller."""
+    """Return the bytes of one layer without recomputation; ``plan.memory`` adds what recomputation changes.
+
+    Args:
+        device: "cpu" or "gpu".
+    """
     sizes, memory = Sizes.of(run), run.memory
     e, x = sizes.element, float(sizes.outside * sizes.hidden * sizes.element)
-    n1 = float(sizes.inside * sizes.hidden * e)  # gathered where tokens are split over tp
+    n1 = float(sizes.inside * sizes.hidden * e)  # all tokens of the tp region, also where x is split over tp
     mask = sizes.outside * sizes.hidden if run.model.hidden_dropout > 0 else 0
     groups = memory.attention_head_groups
     core = _core(run, sizes, device)
-    part = _core(run, _one_group(sizes, groups), device) if groups > 1 else core
-    gathered = n1 if run.parallel.megatron_sp and run.parallel.tp > 1 else 0.0  # of a gradient, or its summand
+    group_core = _core(run, _one_group(sizes, groups), device) if groups > 1 else core
+    # With --sequence-parallel, a gradient gathered from the tp ranks, or this rank's part of the sum over them.
+    gathered = n1 if run.parallel.megatron_sp and run.parallel.tp > 1 else 0.0
     stats = sizes.outside * FP32 * (2 if run.model.normalization == "LayerNorm" else 1)
 
     if groups > 1:
-        own_norm = run.parallel.tp == 1  # every group normalises by itself
+        own_norm = run.parallel.tp == 1  # then every group applies the norm again and n1 is not kept
         attention = 0.0 if own_norm else n1 + stats
         extra = x if own_norm else 0.0
-        # the group's tensors; two parts of the gradient of n1, or the parts summed so far
-        backward_attention = x + n1 + 2 * x + gathered + max(part.peak, part.inputs + 2 * n1) + extra
+        # 2 x: the gradients of the output and of the input, summed over the groups so far
+        backward_attention = (x + n1 + 2 * x + gathered + max(group_core.peak, group_core.qkv_gradients + 2 * n1)
+                              + extra)
     else:
         attention = n1 + stats + core.kept
-        backward_attention = x + n1 + x + gathered + max(core.peak, core.inputs + 2 * n1)
+        backward_attention = x + n1 + x + gathered + max(core.peak, core.qkv_gradients + 2 * n1)
     attention += mask
 
     ffn, peak, tile = _feed_forward(run, sizes)
     x1_n2 = x + n1 + stats + mask
-    grad = x + gathered + (x if mask else 0)
+    grad = x + gathered + (x if mask else 0)  # of the layer's output, with dropout before and after the mask
     if tile:
-        at_mlp = x1_n2 + grad + n1 + peak  # x1, n2, gradients of both ends, a tile
+        at_mlp = x1_n2 + grad + n1 + peak  # n1: the gradient of n2
         mlp = x1_n2
-    else:
+    else:  # while the tensors of width f are differentiated, or at the products that give the gradient of n2
         at_mlp = max(x1_n2 + grad + peak, x1_n2 + grad + ffn / 2 + 2 * n1)
         mlp = x1_n2 + ffn
     backward_mlp = max(at_mlp, 4 * x)
@@ -79,53 +99,67 @@ def layer_memory(run: Run, *, device: str = "cpu") -> LayerMemory:
 
 @dataclass(frozen=True)
 class _Core:
-    """Attention between the projections: bytes kept, at the peak of backward, of its inputs' gradients."""
+    """Bytes of attention between the projections.
+
+    Attributes:
+        kept: by forward.
+        peak: the most that backward holds.
+        qkv_gradients: the gradients of q, k and v, with which backward leaves attention.
+        exchanged: what selective recomputation keeps.
+    """
 
     kept: float
     peak: float
-    inputs: float
+    qkv_gradients: float
     exchanged: float
 
 
 def _core(run: Run, sizes: Sizes, device: str) -> _Core:
     e, t, parallel = sizes.element, sizes.inside, run.parallel
-    outside = t * (sizes.query + 2 * sizes.kv) * e  # q, k, v before any exchange
+    before_exchange = t * (sizes.query + 2 * sizes.kv) * e  # q, k, v of this rank's tokens
     q, kv = t * sizes.core_query * e, t * sizes.core_kv * e
+    if device == "gpu" and e == FP32 and parallel.ring == 1 and not run.model.attention_dropout:
+        kv = q  # no fused kernel takes grouped heads in fp32, so each query head has a copy (``SDPACore``)
     qkv = q + 2 * kv
     lse = t * sizes.core_heads * FP32
     kept, exchanged = qkv + q + lse, q + lse
     if run.model.qk_layernorm:
         kept += t * (sizes.query + sizes.kv) * e
-    if parallel.ulysses > 1:  # the output a second time, in this rank's tokens
+    if parallel.ulysses > 1:  # the output is kept as attention gives it, and again as the exchange returns it
         kept += t * sizes.query * e
-        if device == "gpu" or not run.parallel.shared_memory or run.train.compile:  # copies in memory are made again
+        # Selective recomputation keeps what all-to-alls returned. An exchange through shared memory is copied again.
+        if device == "gpu" or not run.parallel.shared_memory or run.train.compile:
             exchanged += qkv + t * sizes.query * e
-    wide = t * sizes.core_query * FP32 if device == "gpu" else 0  # the gradient of q is summed in fp32
-    peak = qkv + q + lse + q + qkv + wide  # q, k, v, o, dO, dq, dk, dv
+    dq_in_fp32 = t * sizes.core_query * FP32 if device == "gpu" else 0  # kernels sum it so
+    peak = qkv + q + lse + q + qkv + dq_in_fp32  # q, k, v, o, log-sum-exp, dO, dq, dk, dv
     if parallel.ring > 1:
-        travel = 2 * (2 * kv) + 2 * (2 * t * sizes.core_kv * FP32)  # visiting block and its gradient, twice
-        peak += travel + (t * sizes.core_query * FP32 if e < FP32 else q)
+        # Keys and values on their way around the ring, and their gradients: one block received, one sent.
+        travelling = 2 * (2 * kv) + 2 * (2 * t * sizes.core_kv * FP32)
+        peak += travelling + (t * sizes.core_query * FP32 if e < FP32 else q)
         exchanged = parallel.ring * (q + lse)
     if parallel.ulysses > 1:
-        peak = max(peak, 2 * qkv + outside)
+        peak = max(peak, 2 * qkv + before_exchange)
     if run.train.attention_backend == "unfused":
         square = sizes.core_heads * t * run.data.seq_length / parallel.ring * FP32
         kept, peak = kept + square, peak + 3 * square
     elif run.model.attention_dropout > 0:
         peak += 6 * sizes.core_heads * run.train.micro_batch_size * min(
             QUERY_BLOCK, run.data.seq_length) * run.data.seq_length * FP32 / parallel.ulysses
-    return _Core(kept, peak, outside, exchanged)
+    return _Core(kept, peak, before_exchange, exchanged)
 
 
 def _one_group(sizes: Sizes, groups: int) -> Sizes:
-    """The same rank with the heads of one group."""
+    """Return the sizes of the same rank with the heads of one of its groups."""
     return replace(sizes, query=-(-sizes.query // groups), kv=-(-sizes.kv // groups),
                    core_query=sizes.core_query / groups, core_kv=max(1.0, sizes.core_kv / groups),
                    core_heads=sizes.core_heads / groups)
 
 
 def _feed_forward(run: Run, sizes: Sizes) -> tuple[float, float, bool]:
-    """Bytes of width f kept, at the peak of backward, and whether they are a tile's."""
+    """Return the bytes of the tensors of width f: kept by forward, held at the peak of backward.
+
+    The third value says whether they are those of one tile. The peak then includes the tile's gradients of the weights.
+    """
     activation, tile = run.model.activation, run.memory.mlp_tile_size
     local = run.data.seq_length // run.parallel.sp
     wide = sizes.ffn * sizes.element
@@ -134,5 +168,5 @@ def _feed_forward(run: Run, sizes: Sizes) -> tuple[float, float, bool]:
         return kept * sizes.inside, peak * sizes.inside, False
     tokens = run.train.micro_batch_size * tile
     weights = Weights.of(run).mlp
-    gradients = weights * (FP32 + sizes.element)  # summed in fp32, beside one tile's
+    gradients = weights * (FP32 + sizes.element)  # the sum over the tiles in fp32, and one tile's
     return 0.0, tokens * (peak + 2 * sizes.hidden * sizes.element) + gradients, True

@@ -1,34 +1,34 @@
-"""Sizes of one rank: tokens, heads, widths and parameters. Pure; letters as in docs/background/parallelism.md."""
+"""How much of a run one rank holds: tokens, heads, widths and parameters, counted in elements.
+
+Letters as in docs/background/parallelism.md: h hidden size, A and K width of all query and of all key heads, f
+feed-forward width, v padded vocabulary, P Ulysses size.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.heads import kv_range
+from megatron_sp.layout.tiles import loss_tile
 
-#: Logits of an automatic tile (see ``model.linear_loss``).
-LOSS_TILE = {"cpu": 1 << 21, "gpu": 1 << 27}
+#: Bytes of an fp32 number.
 FP32 = 4
-
-
-def heads_needed(num_query: int, run: Run) -> int:
-    """Key/value heads that the first ``num_query`` query heads need."""
-    model = run.model
-    return (num_query - 1) * model.num_query_groups // model.num_attention_heads + 1
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one rank holds of a microbatch and of the weights, in elements.
+    """What one rank holds of a microbatch and of the weights.
 
     Attributes:
-        element: bytes of the compute type.
-        inside, outside: tokens within tensor-parallel regions, and between them.
+        element: bytes of a number in the compute type.
+        inside, outside: tokens of this rank within tensor-parallel regions, and between them.
         hidden: h.
         query, kv: A/tp and K/tp, the width of all query and of all key (or value) heads of this tp rank.
-        core_query, core_kv: per token of this rank, what the attention core gets of them: equal to query and kv
-            without Ulysses, where each rank attends with some heads over P times as many tokens.
-        core_heads: query heads of the core times its tokens, per token of this rank.
+        core_query, core_kv: the same widths as the attention core sees them, per token of this rank. Without Ulysses
+            they equal query and kv. With Ulysses the core has fewer heads and P times as many tokens, so the
+            products stay about equal.
+        core_heads: query heads of the core times tokens of the core, per token of this rank.
         ffn: f/tp.
         vocab: v/tp.
     """
@@ -47,17 +47,22 @@ class Sizes:
 
     @classmethod
     def of(cls, run: Run) -> Sizes:
-        """Of the rank with the largest share."""
+        """Return the sizes of the rank with the most heads."""
         model, parallel = run.model, run.parallel
         tokens = run.train.micro_batch_size * (run.data.seq_length // parallel.sp)
+
+        def kv_heads(num_query: int) -> int:
+            """Return the number of key/value heads that this many query heads need."""
+            return kv_range((0, num_query), model.num_attention_heads, model.num_query_groups)[1]
+
         heads = model.num_attention_heads // parallel.tp
         kv = model.num_query_groups // parallel.tp
         if model.num_query_groups % parallel.tp:
-            kv = heads_needed(heads, run)
+            kv = kv_heads(heads)
         core = -(-heads // parallel.ulysses)
-        core_kv = heads_needed(core, run) if parallel.ulysses > 1 else kv
+        core_kv = kv_heads(core) if parallel.ulysses > 1 else kv
         if parallel.ulysses > 1 and (core * model.num_query_groups) % model.num_attention_heads and core_kv > 1:
-            core_kv = core  # uneven groups: each query head gets a copy
+            core_kv = core  # groups of unequal size: each query head gets a copy of its key/value head
         d, width = model.head_dim, parallel.ulysses
         return cls(
             element=FP32 if run.precision.dtype == "float32" else 2,
@@ -67,24 +72,31 @@ class Sizes:
             vocab=model.padded_vocab_size // parallel.tp)
 
     def loss_tile(self, run: Run, device: str) -> int:
-        """Tokens whose logits exist at once."""
-        tile = run.memory.loss_tile_size or max(128, LOSS_TILE[device] // self.vocab)
+        """Return the number of tokens whose logits exist at once."""
+        tile = run.memory.loss_tile_size or loss_tile(self.vocab, on_cpu=device == "cpu")
         return min(tile, self.inside)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of one tp rank, by the part they are gathered in."""
+    """Numbers of parameters of one tp rank, by the part of the model that FSDP gathers together.
+
+    Attributes:
+        layer: of one whole layer.
+        mlp: of the feed-forward half of a layer.
+        output: of the output layer and the final norm; with tied embeddings only of the norm.
+        is_tied: the output layer uses the embedding's weight.
+    """
 
     layer: int
-    mlp: int  # of ``layer``
+    mlp: int
     embedding: int
-    output: int  # with the final norm; only the norm where the embedding is used
+    output: int
     is_tied: bool
 
     @classmethod
     def of(cls, run: Run) -> Weights:
-        """Of the first tp rank."""
+        """Return the numbers of the first tp rank."""
         model, tp = run.model, run.parallel.tp
         sizes, h = Sizes.of(run), model.hidden_size
         norm = h * (2 if model.normalization == "LayerNorm" else 1)

@@ -89,13 +89,15 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
         device: this rank's ``torch.device``.
     """
 
-    from megatron_sp.model.build import build_model, kernels_in_words
+    from megatron_sp.model.build import build_model
+    from megatron_sp.model.kernels import choose_kernels, kernels_in_words
     from megatron_sp.parallel.mesh import ParallelMesh
     from megatron_sp.train.train_step import TrainStep
     from megatron_sp.train.trainer import Trainer
 
     mesh = ParallelMesh.build(run.parallel, device)
-    model = build_model(run, mesh)
+    kernels = choose_kernels(run, device)
+    model = build_model(run, mesh, kernels=kernels)
     timers = Timers(run.logging.timing_log_level, device)
     step, state = TrainStep.build(run, model, mesh, timers), TrainState()
     notes: list[str] = []
@@ -121,7 +123,9 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     world = run.parallel.world_size
     recorder.say(f"model of {num_layers} layers, {num_parameters:,} parameters (vocabulary padded to "
                  f"{run.model.padded_vocab_size:,}); {world} rank{'s' if world > 1 else ''}: {layout_in_words(run)}")
-    recorder.say(kernels_in_words(run, device))
+    recorder.say(kernels_in_words(run, kernels))
+    for warning in kernels.warnings:
+        recorder.say(f"WARNING: {warning}")
     recorder.progress(f"started at iteration {state.iteration}, {state.consumed_samples} samples")
     return Trainer(run, step, readers, state, recorder, signals, started=started)
 

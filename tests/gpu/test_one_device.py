@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron_sp.config.schema import Run
-from megatron_sp.model.attention.block_kernels import GPUFlashKernel, PlainKernel, agrees_with_plain
-from megatron_sp.model.attention.cores import FlashCore, SDPACore, UnfusedCore, build_core
-from megatron_sp.model.build import build_model, kernels_in_words
-from megatron_sp.model.loss import linear_loss_sum
+from megatron_sp.model.attention.block_kernels import GPUFlashBlockKernel, UnfusedBlockKernel, agrees_with_unfused
+from megatron_sp.model.attention.cores import SDPACore, UnfusedCore, choose_core
+from megatron_sp.model.build import build_model
+from megatron_sp.model.kernels import choose_kernels, kernels_in_words
+from megatron_sp.model.loss import linear_cross_entropy_sum
 from megatron_sp.model.norm import rms_norm
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import TensorRegion
@@ -42,9 +43,21 @@ def with_gradients(core: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_attention_equals_the_fp64_reference(device: torch.device, name: str, kv_heads: int) -> None:
     half = qkv(device, torch.bfloat16, kv_heads)
     exact = [x.detach().double().requires_grad_() for x in half]
-    for got, want in zip(with_gradients(build_core(name, dropout=False, device=device), half),
+    for got, want in zip(with_gradients(choose_core(name, dropout=False, device=device, half_head_dim=64).core, half),
                          with_gradients(UnfusedCore(), exact)):
         assert (got.double() - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("dtype, head_dim", [(torch.float32, 64), (torch.float32, 66), (torch.bfloat16, 36),
+                                             (torch.bfloat16, 256), (torch.bfloat16, 320), (torch.float64, 64)])
+def test_attention_with_grouped_heads_forms_no_square(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Of 8192 tokens: one [s, s] tensor of 4 heads would be 512 MiB and more."""
+    q, k, v = (torch.randn(1, 8192, heads, head_dim, device=device, dtype=dtype).requires_grad_()
+               for heads in (4, 2, 2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    SDPACore()(q, k, v).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 450 * 2**20
 
 
 def test_fp32_attention_is_fp32(device: torch.device) -> None:
@@ -55,20 +68,19 @@ def test_fp32_attention_is_fp32(device: torch.device) -> None:
 
 
 def test_the_flash_kernel_of_a_ring_is_in_use(device: torch.device) -> None:
-    kernel = GPUFlashKernel()
-    assert agrees_with_plain(kernel, device), "torch's flash operators changed: a ring falls back to the plain kernel"
+    kernel = GPUFlashBlockKernel()
+    assert agrees_with_unfused(kernel, device), "torch's flash operators changed: a ring falls back to the plain kernel"
     q, k, v = (x.detach() for x in qkv(device, torch.bfloat16, 2))
     grad = torch.randn_like(q)
-    o, lse = PlainKernel().forward(q, k, v, True)
+    o, lse = UnfusedBlockKernel().forward(q, k, v, True)
     for got, want in zip(kernel.backward(grad, q, k, v, o, lse, True),
-                         PlainKernel().backward(grad, q, k, v, o, lse, True)):
+                         UnfusedBlockKernel().backward(grad, q, k, v, o, lse, True)):
         assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
 
 
 def test_flash_says_what_it_is(device: torch.device) -> None:
-    assert "flash attention" in FlashCore(device).description
     run = tiny_run([*STYLES["llama"].split(), "--bf16", "--attention-core", "flash"])
-    assert "flash attention" in kernels_in_words(run, device)
+    assert "flash attention" in kernels_in_words(run, choose_kernels(run, device))
 
 
 def test_norm_and_loss_equal_the_cpu(device: torch.device) -> None:
@@ -78,7 +90,7 @@ def test_norm_and_loss_equal_the_cpu(device: torch.device) -> None:
     region = TensorRegion(mesh=None, group=None, size=1, rank=0, megatron_sp=False)  # type: ignore[arg-type]
     w, labels = torch.randn(97, 128) / 11, torch.randint(0, 97, (3, 700))
     want = F.cross_entropy((x @ w.t()).flatten(0, 1), labels.flatten(), reduction="sum")
-    got = linear_loss_sum(x.to(device), w.to(device), labels.to(device), region, 97, tile=256)
+    got = linear_cross_entropy_sum(x.to(device), w.to(device), labels.to(device), region, 97, tile=256)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1.0)
 
 

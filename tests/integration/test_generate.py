@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_sp.errors import UserError
-from megatron_sp.inference.generate import Sampling, generate
+from megatron_sp.inference.sampling import Sampling, generate
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import RunRanks
 from tests.integration.programs import ROOT, run_program, run_tool

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_sp.model.attention.cores import AttentionCore, AttentionDropout, SDPACore, UnfusedCore
+from megatron_sp.model.attention.cores import AttentionCore, SDPACore, UnfusedCore
+from megatron_sp.model.attention.unfused import AttentionDropout
 from megatron_sp.parallel.random import Dropout
 from megatron_sp.proof.reference import dropout_sites, keep_all, keyed_dropout, random_weights, reference_loss
 from megatron_sp.proof.steps import batch, differences, reference_step, step_in_layout

@@ -1,22 +1,27 @@
-"""Kernels that attend to one block of keys and go back through merged results.
+"""Block kernels, of which ring attention is made: attention to one block of the keys, forward and backward.
 
-What ring and chunked attention are made of: forward gives the log-sum-exp with which blocks are
-merged, backward takes the merged output and log-sum-exp. torch's flash kernels are used where this
-torch has them (private operators, therefore looked up by name), else a plain one in query blocks.
+An attention core sees all keys. A block kernel sees some of them: its forward also returns the log-sum-exp of the
+scores, with which the ring merges the results of several blocks, and its backward takes the merged output and
+log-sum-exp. The fast kernels call private operators of torch, which may change or go with another version. So they are
+looked up by name and, on a GPU, compared with the unfused kernel before a run uses them.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
-from megatron_sp.model.attention.cores import QUERY_BLOCK, block_attention
+from megatron_sp.model.attention.cores import HALF, copy_heads
+from megatron_sp.model.attention.unfused import block_attention, query_blocks
 from megatron_sp.parallel.ring import BlockKernel, Triple
 
+CPU_OPERATORS = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 
-class PlainKernel:
-    """Unfused, in blocks of queries; any device, any type."""
+
+class UnfusedBlockKernel:
+    """Forms the probabilities, for one block of queries at a time; works on any device with any type, and is slow."""
 
     description = "unfused in query blocks"
 
@@ -24,15 +29,14 @@ class PlainKernel:
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ring.BlockKernel``."""
         parts = []
-        for first in range(0, q.shape[1], QUERY_BLOCK):
-            last = min(first + QUERY_BLOCK, q.shape[1])
-            seen = last if causal else k.shape[1]
-            parts.append(block_attention(q[:, first:last], k[:, :seen], v[:, :seen], first, causal, None))
+        for rows in query_blocks(q.shape[1]):
+            seen = rows.stop if causal else k.shape[1]
+            parts.append(block_attention(q[:, rows], k[:, :seen], v[:, :seen], rows.start, causal, None))
         return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
-        """See ``ring.BlockKernel``; Dao et al. (arXiv 2205.14135), algorithm 4, in query blocks."""
+        """See ``ring.BlockKernel``. Source: Dao et al. (arXiv 2205.14135), algorithm 4."""
         wide = torch.promote_types(q.dtype, torch.float32)
         groups, scale = k.shape[2], 1.0 / math.sqrt(q.shape[-1])
         q_, grad_, o_ = (x.to(wide).unflatten(2, (groups, -1)) for x in (q, grad, o))  # [b, t, g, n/g, d]
@@ -40,8 +44,7 @@ class PlainKernel:
         lse_ = lse.to(wide).unflatten(1, (groups, -1))  # [b, g, n/g, t]
         delta = (grad_ * o_).sum(-1).permute(0, 2, 3, 1)  # [b, g, n/g, t]
         dq, dk, dv = torch.zeros_like(q_), torch.zeros_like(k_), torch.zeros_like(v_)
-        for first in range(0, q.shape[1], QUERY_BLOCK):
-            rows = slice(first, min(first + QUERY_BLOCK, q.shape[1]))
+        for rows in query_blocks(q.shape[1]):
             keys = slice(0, rows.stop if causal else k.shape[1])
             scores = torch.einsum("bqgrd,bkgd->bgrqk", q_[:, rows], k_[:, keys]) * scale
             if causal:
@@ -56,8 +59,8 @@ class PlainKernel:
         return dq.flatten(2, 3), dk, dv
 
 
-class FlashKernel:
-    """torch's fused CPU attention with its log-sum-exp; grouped key/value heads are native."""
+class CPUFlashBlockKernel:
+    """torch's fused attention for CPUs, which takes grouped key/value heads as they are."""
 
     description = "torch's fused attention"
 
@@ -76,25 +79,18 @@ class FlashKernel:
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-class GPUFlashKernel:
-    """torch's flash attention on a GPU with its log-sum-exp; what it does not take goes the plain way."""
+class GPUFlashBlockKernel:
+    """torch's flash attention for GPUs; half precision, head widths that are multiples of 8 up to 256.
+
+    Its operator wants as many key/value heads as query heads, so grouped heads are copied.
+    """
 
     description = "torch's flash attention"
-
-    def __init__(self) -> None:
-        self.plain = PlainKernel()
-
-    def takes(self, q: torch.Tensor) -> bool:
-        """Whether this is for the flash kernel: half precision, head width a multiple of 8 up to 256."""
-        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ring.BlockKernel``."""
-        if not self.takes(q):
-            return self.plain.forward(q, k, v, causal)
-        spread = q.shape[2] // k.shape[2]
-        k, v = (x.repeat_interleave(spread, 2) if spread > 1 else x for x in (k, v))
+        k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
         o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal)
         return o.transpose(1, 2), lse
@@ -102,45 +98,64 @@ class GPUFlashKernel:
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
         """See ``ring.BlockKernel``."""
-        if not self.takes(q):
-            return self.plain.backward(grad, q, k, v, o, lse, causal)
-        spread = q.shape[2] // k.shape[2]
-        wide_k, wide_v = (x.repeat_interleave(spread, 2) if spread > 1 else x for x in (k, v))
-        unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # the random state of a dropout of 0
+        copies = q.shape[2] // k.shape[2]
+        all_k, all_v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
+        no_random_state = torch.zeros(2, dtype=torch.int64, device=q.device)  # there is no dropout
         dq, dk, dv = (x.transpose(1, 2) for x in torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(x.transpose(1, 2) for x in (grad, q, wide_k, wide_v, o)), lse.contiguous(), None, None, q.shape[1],
-            k.shape[1], 0.0, causal, unused, unused))
-        if spread > 1:  # the copies' gradients summed
-            dk, dv = (x.unflatten(2, (-1, spread)).sum(3, dtype=torch.float32) for x in (dk, dv))
+            *(x.transpose(1, 2) for x in (grad, q, all_k, all_v, o)), lse.contiguous(), None, None, q.shape[1],
+            k.shape[1], 0.0, causal, no_random_state, no_random_state))
+        if copies > 1:  # the gradient of a head is the sum over its copies
+            dk, dv = (x.unflatten(2, (-1, copies)).sum(3, dtype=torch.float32) for x in (dk, dv))
         return dq, dk, dv
 
 
-def agrees_with_plain(kernel: BlockKernel, device: torch.device) -> bool:
-    """Whether a kernel made of private operators does here what it should, on a tiny example.
+def agrees_with_unfused(kernel: BlockKernel, device: torch.device, head_dim: int = 16) -> bool:
+    """Return whether a kernel gives what ``UnfusedBlockKernel`` gives, forward and backward, on a small example.
 
-    An operator whose signature or meaning changed in another torch is thus found before it can harm.
+    This finds an operator that has another signature or meaning in this torch before a run relies on it.
     """
-    plain, generator = PlainKernel(), torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(1, 32, heads, 16, generator=generator).to(device, torch.bfloat16)
+    unfused, generator = UnfusedBlockKernel(), torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 32, heads, head_dim, generator=generator).to(device, torch.bfloat16)
                      for heads in (4, 2, 2, 4))
     try:
         results = []
         for causal in (True, False):
-            o, lse = plain.forward(q, k, v, causal)
-            want = (o, lse, *plain.backward(grad, q, k, v, o, lse, causal))
+            o, lse = unfused.forward(q, k, v, causal)
+            want = (o, lse, *unfused.backward(grad, q, k, v, o, lse, causal))
             got = (*kernel.forward(q, k, v, causal), *kernel.backward(grad, q, k, v, o, lse, causal))
             results += [torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05) for x, y in zip(got, want)]
         return all(results)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError, NotImplementedError, AttributeError):
         return False
 
 
-def block_kernel(device: torch.device) -> BlockKernel:
-    """The fastest kernel this torch has for a device."""
-    if device.type == "cuda" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward"):
-        kernel = GPUFlashKernel()
-        return kernel if agrees_with_plain(kernel, device) else PlainKernel()
-    names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
-    if device.type == "cpu" and all(hasattr(torch.ops.aten, name) for name in names):
-        return FlashKernel()
-    return PlainKernel()
+@dataclass(frozen=True)
+class ChosenBlockKernel:
+    """A block kernel, and what the user should know about the choice."""
+
+    kernel: BlockKernel
+    warnings: tuple[str, ...] = ()
+
+
+def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> ChosenBlockKernel:
+    """Return the fastest block kernel that takes this type and head width and computes right on the device.
+
+    Args:
+        dtype: in which attention computes.
+    """
+    kernel: BlockKernel = CPUFlashBlockKernel() if device.type == "cpu" else GPUFlashBlockKernel()
+    changed = (f"does not work in torch {torch.__version__}, whose operators are missing or have changed. Install a "
+               "torch version that the requirements name, or use --ulysses-size instead of --ring-size")
+    if device.type == "cpu":
+        reason = "" if all(hasattr(torch.ops.aten, name) for name in CPU_OPERATORS) else changed
+    elif dtype not in HALF:
+        reason = "computes in half precision only. Give --bf16"
+    elif head_dim % 8 or head_dim > 256:
+        reason = (f"takes head widths that are multiples of 8 up to 256, and this model has {head_dim}. Choose another "
+                  "--kv-channels")
+    else:
+        reason = "" if agrees_with_unfused(kernel, device, head_dim) else changed
+    if not reason:
+        return ChosenBlockKernel(kernel)
+    return ChosenBlockKernel(UnfusedBlockKernel(), (
+        f"the ring attends unfused, which is many times slower, because {kernel.description} {reason}.",))

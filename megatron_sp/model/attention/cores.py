@@ -1,63 +1,35 @@
-"""Attention cores: softmax attention on one rank, behind one signature.
+"""Attention cores: softmax attention on one rank, all with one signature.
 
-A core is ``core(q, k, v, causal=..., dropout=...) -> o``; it knows nothing of ranks. What it can do
-is declared in its ``capabilities`` and asked before a run starts. ``attend_with_lse`` also gives the
-log-sum-exp of each query's scores, with which partial results over blocks of keys can be merged.
+A core is ``core(q, k, v, causal=..., dropout=...) -> o`` and knows nothing of ranks; Ulysses wraps one. (A ring is made
+of block kernels instead, see ``block_kernels``.) Which core a run uses is the choice of ``--attention-core``.
 
-Letters: b batch, s tokens, n query heads, g key/value heads (g divides n, head i uses head
+Letters: b batch, s tokens, n query heads, g key/value heads (g divides n, query head i uses key/value head
 ``i * g // n``), d head width.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_sp.activations.recompute import recompute
 from megatron_sp.errors import ConfigError
-from megatron_sp.model.other_kernels import TORCH_FLASH, agree, flash_attention, forget_flash_attention
-from megatron_sp.parallel.random import Dropout
+from megatron_sp.model.attention.flash import FlashAttention, find_flash_attention
+from megatron_sp.model.attention.unfused import AttentionDropout, attend_in_query_blocks, block_attention
+from megatron_sp.model.norm_kernels import require_gpu
 
 CPU = torch.device("cpu")
-QUERY_BLOCK = 512  # queries per block where a core must form probabilities
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What an attention core supports."""
-
-    causal: bool = True
-    gqa: bool = True
-    dropout: bool = False
-    lse: bool = False
-    window: bool = False
-    documents: bool = False
-    linear_memory: bool = True
-
-
-@dataclass(frozen=True)
-class AttentionDropout:
-    """Dropout of attention probabilities: which samples and which heads the core is looking at."""
-
-    dropout: Dropout
-    sample_ids: torch.Tensor  # int64 [b], CPU
-    first_head: int
-
-    def keep(self, first_query: int, queries: int, keys: int, heads: int, device: torch.device) -> torch.Tensor:
-        """The mask of a block of queries, bool [b, n, queries, keys]; equal in every layout."""
-        return torch.stack([torch.stack([
-            self.dropout.keep((queries, keys), device, sample, self.first_head + head, first_query)
-            for head in range(heads)]) for sample in self.sample_ids.tolist()])
+HALF = (torch.bfloat16, torch.float16)
+#: torch's kernels whose memory is linear in s. What is missing is its "math" kernel, which forms an [s, s] tensor.
+LINEAR_MEMORY = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 class AttentionCore(Protocol):
-    """The signature all cores share."""
+    """The signature that all cores share."""
 
-    capabilities: Capabilities
     description: str
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
@@ -65,131 +37,120 @@ class AttentionCore(Protocol):
         """q [b, s, n, d], k, v [b, s, g, d] -> o [b, s, n, d]"""
 
 
-def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_query: int, causal: bool,
-                    dropout: AttentionDropout | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unfused attention of one block of queries over the given keys.
-
-    Args:
-        q: [b, t, n, d], queries ``first_query ..`` of the sequence
-        k, v: [b, s', g, d], keys from position 0
-    Returns:
-        o [b, t, n, d] and the log-sum-exp of the scores [b, n, t], at least fp32
-    """
-    batch, queries, heads, width = q.shape
-    keys, groups = k.shape[1], k.shape[2]
-    grouped = q.unflatten(2, (groups, heads // groups))
-    scores = torch.einsum("bqgrd,bkgd->bgrqk", grouped, k)  # [b, t, n, d] -> [b, g, n/g, t, s']
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).div_(math.sqrt(width))
-    if causal:
-        position = torch.arange(first_query, first_query + queries, device=q.device).unsqueeze(1)
-        scores = scores.masked_fill_(torch.arange(keys, device=q.device) > position, -torch.inf)
-    lse = scores.logsumexp(-1)
-    probabilities = (scores - lse.unsqueeze(-1)).exp()
-    if dropout is not None:
-        keep = dropout.keep(first_query, queries, keys, heads, q.device).view_as(probabilities)
-        probabilities = probabilities * keep
-    o = torch.einsum("bgrqk,bkgd->bqgrd", probabilities.to(v.dtype), v)  # -> [b, t, g, n/g, d]
-    if dropout is not None:
-        o = o / (1.0 - dropout.dropout.probability)
-    return o.flatten(2, 3), lse.flatten(1, 2)
-
-
 class UnfusedCore:
-    """The quadratic reference: forms all probabilities at once; for tests and small runs."""
+    """The quadratic reference, which forms all probabilities at once; for tests and small runs."""
 
-    capabilities = Capabilities(dropout=True, lse=True, linear_memory=False)
     description = "unfused"
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
-        return block_attention(q, k, v, 0, causal, dropout)[0] if dropout is None else query_blocks(
-            q, k, v, causal, dropout)
-
-    def attend_with_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-                        causal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """As a call, and the log-sum-exp [b, n, s]."""
-        return block_attention(q, k, v, 0, causal, None)
-
-
-def query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
-                 dropout: AttentionDropout | None) -> torch.Tensor:
-    """Attention in blocks of queries, each recomputed in backward; memory linear in s.
-
-    This is how probabilities are dropped: fused kernels cannot replay a keyed mask, and torch's own
-    dropout falls back to a quadratic kernel.
-    """
-    def block(q_block: torch.Tensor, k_seen: torch.Tensor, v_seen: torch.Tensor, first: int) -> torch.Tensor:
-        return block_attention(q_block, k_seen, v_seen, first, causal, dropout)[0]
-
-    outputs = []
-    for first in range(0, q.shape[1], QUERY_BLOCK):
-        last = min(first + QUERY_BLOCK, q.shape[1])
-        seen = last if causal else k.shape[1]
-        outputs.append(recompute(block, q[:, first:last], k[:, :seen], v[:, :seen], first))
-    return torch.cat(outputs, dim=1)
+        if dropout is not None:
+            return attend_in_query_blocks(q, k, v, causal, dropout)
+        return block_attention(q, k, v, 0, causal, None)[0]
 
 
 class SDPACore:
-    """torch's scaled_dot_product_attention; dropout in query blocks."""
+    """torch's ``scaled_dot_product_attention``, kept away from its kernel with an [s, s] tensor.
 
-    capabilities = Capabilities(dropout=True)
+    On a GPU torch takes that kernel without a word where no other fits. Its flash attention takes half precision and,
+    on every GPU that has it, head widths up to 192. Its memory-efficient attention takes fp32 too, but no grouped
+    heads, and only heads of a multiple of 16 bytes. Neither takes fp64. So here, on a GPU,
+
+    - each query head gets a copy of its key/value head where flash attention does not take the type,
+    - attention runs in query blocks (slow, but linear in memory) where no kernel fits, and
+    - the kernel with an [s, s] tensor is switched off.
+
+    Args:
+        has_flash: the GPU can run torch's flash attention (Ampere or newer).
+    """
+
     description = "torch's scaled_dot_product_attention"
+
+    def __init__(self, *, has_flash: bool = True):
+        self.has_flash = has_flash
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
-        if dropout is not None:
-            return query_blocks(q, k, v, causal, dropout)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, n, d] -> [b, n, s, d]
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-        return o.transpose(1, 2)  # [b, n, s, d] -> [b, s, n, d]
+        if q.device.type != "cuda":
+            return attend_in_query_blocks(q, k, v, causal, dropout) if dropout is not None else _sdpa(q, k, v, causal)
+        form = gpu_form(q.dtype, q.shape[-1], has_flash=self.has_flash)
+        if dropout is not None or form == "query blocks":
+            return attend_in_query_blocks(q, k, v, causal, dropout)
+        if form == "copied heads":
+            k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
+        with sdpa_kernel(LINEAR_MEMORY):
+            return _sdpa(q, k, v, causal)
+
+
+def gpu_form(dtype: torch.dtype, head_dim: int, *, has_flash: bool) -> str:
+    """Return how ``SDPACore`` attends on a GPU with linear memory: "grouped heads", "copied heads" or "query blocks".
+
+    Source: torch's ``sdp_utils.cpp`` (``can_use_flash_attention``, ``can_use_mem_efficient_attention``).
+    """
+    if has_flash and dtype in HALF and head_dim <= 192:
+        return "grouped heads"
+    is_aligned = head_dim * dtype.itemsize % 16 == 0
+    return "copied heads" if is_aligned and dtype in (*HALF, torch.float32) else "query blocks"
+
+
+def copy_heads(x: torch.Tensor, num_query: int) -> torch.Tensor:
+    """Give every query head its own copy of its key/value head: [b, s, g, d] -> [b, s, n, d]."""
+    copies = num_query // x.shape[2]
+    return x.repeat_interleave(copies, 2) if copies > 1 else x
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, n, d] -> [b, n, s, d]
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    return o.transpose(1, 2)  # [b, n, s, d] -> [b, s, n, d]
 
 
 class FlashCore:
-    """Flash attention as found on this machine, for half precision on a GPU; ``description`` says which."""
+    """One version of flash attention, for half precision on a GPU."""
 
-    capabilities = Capabilities()
-
-    def __init__(self, device: torch.device):
-        self.description, self.function = flash_attention(device)
+    def __init__(self, flash: FlashAttention):
+        self.description, self.attend = flash.description, flash.attend
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
-        assert dropout is None, "refused at start: flash attention cannot replay a keyed mask"
-        return self.function(q, k, v, causal)
+        assert dropout is None, "the configuration check refuses flash attention with attention dropout"
+        return self.attend(q, k, v, causal)
 
 
-def found_flash(device: torch.device, head_dim: int) -> FlashCore | None:
-    """Another package's flash attention that agrees with the unfused core at this head width.
+@dataclass(frozen=True)
+class ChosenCore:
+    """A core, and what the user should know about the choice."""
 
-    torch's own is no better than what ``SDPACore`` chooses, and takes fewer shapes.
-    """
-    core = FlashCore(device)
-    if core.description != TORCH_FLASH:
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(1, 64, heads, head_dim, generator=generator).to(device, torch.bfloat16).requires_grad_()
-                   for heads in (4, 2, 2))
-        if agree(lambda: core(q, k, v), lambda: UnfusedCore()(q, k, v), (q, k, v)):
-            return core
-    forget_flash_attention()
-    return None
+    core: AttentionCore
+    warnings: tuple[str, ...] = ()
 
 
-def build_core(name: str, *, dropout: bool, device: torch.device = CPU, half_head_dim: int = 0) -> AttentionCore:
-    """The core of this name.
+def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_head_dim: int = 0) -> ChosenCore:
+    """Return the core that ``--attention-core name`` means on this device.
+
+    ``auto`` is another package's flash attention where one is installed and right, else ``sdpa``. torch's own flash
+    attention is among the kernels that ``sdpa`` chooses from.
 
     Args:
-        half_head_dim: head width where attention computes in half precision, else 0; lets auto look for flash.
+        half_head_dim: head width where attention computes in half precision, else 0.
 
     Raises:
-        ConfigError: it lacks a capability that the run needs, or a GPU.
+        ConfigError: the name is "flash", and there is no GPU or no version of flash attention works on it.
     """
-    core: AttentionCore | None = None
+    if name == "unfused":
+        return ChosenCore(UnfusedCore())
+    warnings: tuple[str, ...] = ()
     if name == "flash":
-        core = FlashCore(device)
-    elif name == "auto" and device.type == "cuda" and half_head_dim and not dropout:
-        core = found_flash(device, half_head_dim)
-    core = core or (UnfusedCore() if name == "unfused" else SDPACore())
-    if dropout and not core.capabilities.dropout:
-        raise ConfigError(f"--attention-core {name} cannot drop attention probabilities; "
-                          "pass --attention-dropout 0 or another backend")
-    return core
+        require_gpu("--attention-core flash", device)
+    if name == "flash" or (name == "auto" and device.type == "cuda" and half_head_dim and not dropout):
+        search = find_flash_attention(device, half_head_dim, include_torchs=name == "flash")
+        if name == "flash" and search.found is None:
+            raise ConfigError(f"--attention-core flash: at head width {half_head_dim}, none of these computes right on "
+                              f"this GPU: {', '.join(search.failed)}. Use --attention-core sdpa")
+        used = search.found.description if search.found else SDPACore.description
+        warnings = tuple(f"{failed} is installed, but gives wrong results or errors at head width {half_head_dim} on "
+                         f"this GPU. The run uses {used} instead." for failed in search.failed)
+        if search.found is not None:
+            return ChosenCore(FlashCore(search.found), warnings)
+    has_flash = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return ChosenCore(SDPACore(has_flash=has_flash), warnings)

@@ -1,4 +1,4 @@
-"""Key/value cache for incremental decoding on one process."""
+"""Key/value cache for decoding token by token."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 
 
 class KeyValueCache:
-    """Keys and values of the tokens seen so far, per layer; grows with each call."""
+    """Keys and values of the tokens that each layer has seen so far."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def length(self) -> int:
-        """Number of tokens that every layer has seen."""
+        """Return the number of tokens that all layers have seen."""
         return min((k.shape[1] for k, _ in self.layers.values()), default=0)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the new tokens' k, v [b, t, g, d]; returns all of the layer's [b, past + t, g, d]."""
+        """Add k, v [b, t, g, d] of new tokens to a layer, and return those of all its tokens [b, past + t, g, d]."""
         if layer in self.layers:
             past_k, past_v = self.layers[layer]
             k, v = torch.cat([past_k, k], dim=1), torch.cat([past_v, v], dim=1)

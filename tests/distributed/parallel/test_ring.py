@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sp.layout.tokens import SequenceLayout
-from megatron_sp.model.attention.block_kernels import FlashKernel, PlainKernel
+from megatron_sp.model.attention.block_kernels import CPUFlashBlockKernel, UnfusedBlockKernel
 from megatron_sp.model.attention.cores import SDPACore
 from megatron_sp.parallel.ring import BlockKernel, Ring, RingAttention
 from megatron_sp.parallel.sequence import match_heads, match_heads_in_kernel
@@ -20,7 +20,7 @@ TOKENS, WIDTH = 32, 8
 
 def check_ring() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    kernels: tuple[BlockKernel, ...] = (PlainKernel(), FlashKernel())
+    kernels: tuple[BlockKernel, ...] = (UnfusedBlockKernel(), CPUFlashBlockKernel())
     cases = itertools.product(kernels, (True, False), ((4, 4), (4, 2), (4, 1), (3, 2)),
                               (True, False))
     for kernel, zigzag, (n, g), causal in cases:
@@ -45,7 +45,7 @@ def check_ring() -> None:
 def count_work() -> list[int]:
     """Query-key pairs this rank computes under the causal mask."""
     size = dist.get_world_size()
-    ring, tokens = Ring(dist.distributed_c10d._get_default_group(), PlainKernel()), 1024 // size
+    ring, tokens = Ring(dist.distributed_c10d._get_default_group(), UnfusedBlockKernel()), 1024 // size
     pairs = 0
     for source in range(size):
         found = ring.overlap(source, tokens, causal=True)

@@ -116,9 +116,11 @@ def test_overlap_is_what_the_flag_gives(ranks: RunRanks) -> None:
 
 def built(flags: str) -> str:
     from megatron_sp.model.build import plan_attention
+    from megatron_sp.model.kernels import choose_kernels
 
     run = tiny_run([*STYLES["gpt2"].split(), "--ulysses-size", "2", *flags.split()], 2)
-    core = plan_attention(run, ParallelMesh.build(run.parallel)).core
+    mesh = ParallelMesh.build(run.parallel)
+    core = plan_attention(run, mesh, choose_kernels(run, mesh.device)).core
     assert isinstance(core, (OverlappedUlysses, UlyssesAttention))
     return type(core).__name__
 

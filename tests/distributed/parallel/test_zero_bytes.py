@@ -7,9 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_sp.model.build import build_model
-from megatron_sp.model.unfused_loss import vocab_parallel_loss_sum
 from megatron_sp.parallel.mesh import ParallelMesh
-from megatron_sp.parallel.tensor import TensorRegion
 from megatron_sp.parallel.zero import synchronize_gradients
 from tests.helpers.configs import tiny_run
 from tests.helpers.spawn import RunRanks
@@ -39,17 +37,16 @@ def measure(flags: list[str]) -> dict[str, int]:
     run = tiny_run([*MODEL, *flags], WORLD)
     mesh = ParallelMesh.build(run.parallel)
     model = build_model(run, mesh)
-    region = TensorRegion.of(mesh, False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     full = sum(parameter.numel() * 4 for parameter in model.parameters())
     found = {"full": full, "parameters": num_bytes(list(model.parameters()))}
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     for microbatch in range(2):
         synchronize_gradients(model, run.parallel.zero_stage, is_last_microbatch=microbatch == 1)
-        logits = model(tokens, torch.arange(32).expand(1, -1), torch.tensor([microbatch]))
+        loss = model(tokens, torch.arange(32).expand(1, -1), torch.tensor([microbatch]), labels=tokens)
         if microbatch == 0:
             found["gathered after forward"] = gathered_bytes(model)
-        vocab_parallel_loss_sum(logits, tokens, region, 97).backward()
+        loss.sum().backward()
         if microbatch == 0:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             found["sharded gradients after the first microbatch"] = num_bytes(gradients)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.inference.generate import Sampling, StopWords, TextStream, generate, generate_batch, probabilities
+from megatron_sp.inference.sampling import Sampling, generate, generate_batch, probabilities
+from megatron_sp.inference.text import StopWords, TextStream
 
 
 class Successor(nn.Module):

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron_sp.model.attention.cores import AttentionDropout, SDPACore, UnfusedCore, query_blocks
+from megatron_sp.model.attention.cores import SDPACore, UnfusedCore
+from megatron_sp.model.attention.unfused import AttentionDropout, attend_in_query_blocks, block_attention
 from megatron_sp.parallel.random import Dropout
 from megatron_sp.parallel.sequence import match_heads
 
@@ -41,10 +42,10 @@ def test_core_equals_attention_written_out(core: UnfusedCore | SDPACore, n: int,
 
 
 def test_query_blocks_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_sp.model.attention.cores.QUERY_BLOCK", 7)
+    monkeypatch.setattr("megatron_sp.model.attention.unfused.QUERY_BLOCK", 7)
     q, k, v = inputs()
     want = torch.autograd.grad(UnfusedCore()(q, k, v).square().sum(), (q, k, v))
-    got = torch.autograd.grad(query_blocks(q, k, v, True, None).square().sum(), (q, k, v))
+    got = torch.autograd.grad(attend_in_query_blocks(q, k, v, True, None).square().sum(), (q, k, v))
     for x, y in zip(got, want):
         torch.testing.assert_close(x, y)
 
@@ -62,7 +63,7 @@ def test_evenly_grouped_heads_keep_the_core() -> None:
 
 def test_lse_is_that_of_the_scaled_scores() -> None:
     q, k, v = inputs(n=2, g=2)
-    o, lse = UnfusedCore().attend_with_lse(q, k, v, causal=False)
+    o, lse = block_attention(q, k, v, 0, False, None)
     scores = torch.einsum("bqnd,bknd->bnqk", q, k) / math.sqrt(8)
     torch.testing.assert_close(lse, scores.logsumexp(-1))
     torch.testing.assert_close(o, UnfusedCore()(q, k, v, causal=False))

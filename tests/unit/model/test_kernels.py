@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +16,20 @@ import torch.nn.functional as F
 from megatron_sp.config.load import load_run
 from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.errors import ConfigError
-from megatron_sp.model import other_kernels as kernels
-from megatron_sp.model.attention import cores as attention_core
-from megatron_sp.model.attention.block_kernels import FlashKernel, GPUFlashKernel, PlainKernel, agrees_with_plain
-from megatron_sp.model.attention.cores import UnfusedCore, build_core
-from megatron_sp.model.build import kernels_in_words
+from megatron_sp.model import norm_kernels
+from megatron_sp.model.attention import block_kernels, cores
+from megatron_sp.model.attention.block_kernels import (
+    CPUFlashBlockKernel,
+    GPUFlashBlockKernel,
+    UnfusedBlockKernel,
+    agrees_with_unfused,
+    choose_block_kernel,
+)
+from megatron_sp.model.attention.cores import SDPACore, UnfusedCore, choose_core, gpu_form
+from megatron_sp.model.attention.flash import FlashAttention, FlashSearch, find_flash_attention
+from megatron_sp.model.kernels import choose_kernels, kernels_in_words
 from megatron_sp.model.norm import rms_norm
-from megatron_sp.model.other_kernels import PACKAGES, norm_kernels
+from megatron_sp.model.norm_kernels import PACKAGES, choose_norm_kernels
 from megatron_sp.parallel.random import Dropout
 from megatron_sp.train.optimizer import local_part
 from tests.helpers.configs import STYLES, tiny_run
@@ -34,10 +43,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize("choice", ["apex", "liger"])
 def test_a_named_kernel_that_is_not_there_is_a_mistake(choice: str) -> None:
     with pytest.raises(ConfigError, match=f"--fused-kernels {choice} needs a GPU"):
-        norm_kernels(choice, CPU)
+        choose_norm_kernels(choice, CPU)
     with pytest.raises(ConfigError, match=f"--fused-kernels {choice} needs the package {PACKAGES[choice][1][:4]}"):
-        norm_kernels(choice, GPU)
-    assert norm_kernels("auto", GPU) == norm_kernels("torch", CPU)
+        choose_norm_kernels(choice, GPU)
+    assert choose_norm_kernels("auto", GPU) == choose_norm_kernels("torch", CPU)
 
 
 @pytest.mark.parametrize("offset, used", [(0.0, "apex"), (0.2, "torch")])
@@ -47,24 +56,84 @@ def test_auto_takes_a_package_that_agrees(monkeypatch: pytest.MonkeyPatch, offse
         fused_rms_norm_affine=lambda x, weight, shape, eps: F.rms_norm(x, tuple(shape), weight + offset, eps),
         fused_layer_norm_affine=lambda x, weight, bias, shape, eps: F.layer_norm(x, tuple(shape), weight, bias, eps))
     monkeypatch.setitem(sys.modules, PACKAGES["apex"][0], package)
-    monkeypatch.setattr(kernels, "_require_gpu", lambda flag, device: None)
-    assert kernels._found_norms(CPU).name == used
+    monkeypatch.setattr(norm_kernels, "require_gpu", lambda flag, device: None)
+    assert norm_kernels._first_that_agrees(CPU).name == used
 
 
-@pytest.mark.parametrize("function, used", [
-    (lambda q, k, v, causal: UnfusedCore()(q, k, v, causal=causal), True),
-    (lambda q, k, v, causal: UnfusedCore()(q, k, v, causal=not causal), False),
-    (lambda q, k, v: q, False)])
-def test_auto_takes_flash_attention_that_agrees(monkeypatch: pytest.MonkeyPatch, function: Any, used: bool) -> None:
-    monkeypatch.setattr(attention_core, "flash_attention", lambda device: ("flash attention 9", function))
-    assert (attention_core.found_flash(CPU, 32) is not None) is used
-    monkeypatch.setattr(attention_core, "flash_attention", lambda device: (kernels.TORCH_FLASH, function))
-    assert attention_core.found_flash(CPU, 32) is None
+def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    return UnfusedCore()(q, k, v, causal=causal)
+
+
+def masks_wrongly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    return UnfusedCore()(q, k, v, causal=not causal)
+
+
+def raises(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    raise RuntimeError("no kernel image is available for execution on the device")
+
+
+@pytest.mark.parametrize("installed, found, failed", [
+    ([right, right], 4, ()),
+    ([masks_wrongly, right], 3, ("flash attention 4",)),
+    ([raises, lambda q, k, v, causal: q, right], 2, ("flash attention 4", "flash attention 3")),
+    ([raises], None, ("flash attention 4",)),
+    ([], None, ())])
+def test_the_newest_flash_attention_that_is_right_is_found(installed: list[Any], found: int | None,
+                                                           failed: tuple[str, ...]) -> None:
+    """A version that is installed and fails must not hide an older one that works."""
+    versions = [FlashAttention(f"flash attention {4 - index}", attend) for index, attend in enumerate(installed)]
+    search = find_flash_attention(CPU, 32, include_torchs=False, versions=lambda: iter(versions))
+    assert (search.found and search.found.description) == (found and f"flash attention {found}")
+    assert search.failed == failed
+
+
+def test_flash_attention_that_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    search = FlashSearch(FlashAttention("flash attention 2", right), ("flash attention 4",))
+    monkeypatch.setattr(cores, "find_flash_attention", lambda *args, **how: search)
+    chosen = choose_core("auto", dropout=False, device=GPU, half_head_dim=32)
+    assert chosen.core.description == "flash attention 2"
+    assert chosen.warnings == ("flash attention 4 is installed, but gives wrong results or errors at head width 32 on "
+                               "this GPU. The run uses flash attention 2 instead.",)
+    search = FlashSearch(None, ("flash attention 4", "torch's flash attention"))
+    with pytest.raises(ConfigError, match="none of these computes right on this GPU: flash attention 4, torch's flash"):
+        choose_core("flash", dropout=False, device=GPU, half_head_dim=32)
+    chosen = choose_core("auto", dropout=False, device=GPU, half_head_dim=32)
+    assert isinstance(chosen.core, SDPACore) and "uses torch's scaled_dot_product_attention" in chosen.warnings[0]
+
+
+@pytest.mark.parametrize("dtype, head_dim, has_flash, form", [
+    (torch.bfloat16, 128, True, "grouped heads"), (torch.float16, 36, True, "grouped heads"),
+    (torch.bfloat16, 256, True, "copied heads"), (torch.bfloat16, 128, False, "copied heads"),
+    (torch.bfloat16, 36, False, "query blocks"), (torch.bfloat16, 260, True, "query blocks"),
+    (torch.float32, 64, True, "copied heads"), (torch.float32, 66, True, "query blocks"),
+    (torch.float64, 64, True, "query blocks")])
+def test_attention_on_a_gpu_never_needs_the_kernel_that_forms_a_square(dtype: torch.dtype, head_dim: int,
+                                                                       has_flash: bool, form: str) -> None:
+    """torch's memory-efficient kernel takes no grouped heads, and without it torch forms an [s, s] tensor silently."""
+    assert gpu_form(dtype, head_dim, has_flash=has_flash) == form
+
+
+def test_a_ring_that_attends_unfused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_block_kernel(CPU, torch.float32, 16).warnings == ()
+    monkeypatch.setattr(block_kernels, "agrees_with_unfused", lambda *arguments: False)
+    for dtype, head_dim, words in ((torch.float32, 64, "half precision only. Give --bf16"),
+                                   (torch.bfloat16, 36, "multiples of 8 up to 256, and this model has 36"),
+                                   (torch.bfloat16, 64, "operators are missing or have changed")):
+        chosen = choose_block_kernel(GPU, dtype, head_dim)
+        assert isinstance(chosen.kernel, UnfusedBlockKernel)
+        assert words in chosen.warnings[0] and "many times slower" in chosen.warnings[0]
+    monkeypatch.setattr(block_kernels, "CPU_OPERATORS", ("_renamed",))
+    run = tiny_run([*STYLES["llama"].split(), "--ring-size", "2"], 2)
+    kernels = choose_kernels(run, CPU)
+    assert "unfused in query blocks (blocks of a ring)" in kernels_in_words(run, kernels)
+    assert "the ring attends unfused" in kernels.warnings[0]
 
 
 def test_a_ring_is_named_by_its_blocks() -> None:
     run = tiny_run([*STYLES["llama"].split(), "--ring-size", "2"], 2)
-    assert kernels_in_words(run, CPU).startswith("kernels: attention torch's fused attention (blocks of a ring);")
+    words = kernels_in_words(run, choose_kernels(run, CPU))
+    assert words.startswith("kernels: attention torch's fused attention (blocks of a ring);")
     flags = f"{STYLES['llama']} {TRAINING} --ring-size 2 --attention-core unfused"
     assert any("--attention-core unfused has no effect with --ring-size 2" in note
                for note in load_run(flags.split(), 2)[1])
@@ -72,7 +141,7 @@ def test_a_ring_is_named_by_its_blocks() -> None:
 
 def test_flash_is_refused_without_a_gpu_and_with_dropout() -> None:
     with pytest.raises(ConfigError, match="--attention-core flash needs a GPU"):
-        build_core("flash", dropout=False, device=CPU)
+        choose_core("flash", dropout=False, device=CPU)
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -88,31 +157,35 @@ def test_what_kernels_cannot_do_is_said_before_the_start(flags: str, words: str)
 def test_one_line_says_what_is_in_use() -> None:
     run = tiny_run(STYLES["llama"].split())
     assert check_problems(run) == []
-    assert kernels_in_words(run, CPU) == ("kernels: attention torch's scaled_dot_product_attention; norms torch; "
-                                          "optimizer torch (fused); layers not compiled")
+    assert kernels_in_words(run, choose_kernels(run, CPU)) == (
+        "kernels: attention torch's scaled_dot_product_attention; norms torch; optimizer torch (fused); "
+        "layers not compiled")
     dropping = tiny_run([*STYLES["llama"].split(), "--attention-dropout", "0.1"])
-    assert "unfused in query blocks" in kernels_in_words(dropping, CPU)
+    assert ("unfused in query blocks, several times slower than fused attention, because of --attention-dropout 0.1 "
+            "(--attention-dropout 0 makes it fast)") in kernels_in_words(dropping, choose_kernels(dropping, CPU))
 
 
 def test_importing_the_model_imports_no_optional_package_and_compiles_nothing() -> None:
-    program = ("import sys, megatron_sp.model.build, megatron_sp.train.trainer; "
+    """torch itself imports triton where it is installed, as with GPU builds of torch; that does not count."""
+    program = ("import sys, torch, torch.distributed.fsdp; before = set(sys.modules); "
+               "import megatron_sp.model.build, megatron_sp.train.trainer; "
                "print([m for m in ('flash_attn', 'apex', 'liger_kernel', 'triton', 'torch._inductor.compile_fx') "
-               "if m in sys.modules])")
+               "if m in sys.modules and m not in before])")
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
                           ).stdout.strip() == "[]"
 
 
 def test_a_kernel_is_only_trusted_after_a_trial() -> None:
-    assert agrees_with_plain(PlainKernel(), CPU)
-    assert agrees_with_plain(FlashKernel(), CPU)
-    assert not agrees_with_plain(GPUFlashKernel(), CPU)  # its operators do not run here
+    assert agrees_with_unfused(UnfusedBlockKernel(), CPU)
+    assert agrees_with_unfused(CPUFlashBlockKernel(), CPU)
+    assert not agrees_with_unfused(GPUFlashBlockKernel(), CPU)  # its operators do not run here
 
-    class Wrong(PlainKernel):
+    class Wrong(UnfusedBlockKernel):
         def forward(self, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
             o, lse = super().forward(*args)  # type: ignore[arg-type]
             return o, lse + 0.5
 
-    assert not agrees_with_plain(Wrong(), CPU)
+    assert not agrees_with_unfused(Wrong(), CPU)
 
 
 @pytest.mark.parametrize("shape", [(2, 300, 48), (1, 5, 3, 16)])
@@ -167,6 +240,47 @@ def test_a_compiled_layer_computes_the_same() -> None:
     for found, graphs in run_ranks(compiled_layer, 2, ["--seq-length 32", "--ulysses-size 2"], timeout=240):
         assert len(found) == 2 and max(found.values()) < 1e-4, found
         assert graphs >= 2
+
+
+COMPILED = ["", "--bf16", "--qk-layernorm", "--mlp-tile-size 8", "--recompute-granularity full",
+            "--attention-head-groups 2"]
+
+
+def graphs_by_depth(layouts: list[str]) -> dict[str, list[int]]:
+    """On a rank: the number of graphs that models of 2 and of 10 layers are compiled to, by layout."""
+    from torch._dynamo.utils import counters
+
+    from megatron_sp.model.build import build_model
+    from megatron_sp.parallel.mesh import ParallelMesh
+
+    found: dict[str, list[int]] = {}
+    for layout in layouts:
+        found[layout] = []
+        for depth in (2, 10):
+            torch._dynamo.reset()
+            counters.clear()
+            flags = (f"{STYLES['llama']} --compile --hidden-size 16 --num-attention-heads 2 --num-key-value-heads 2 "
+                     f"{layout} --seq-length 32 --num-layers {depth}")
+            run = tiny_run(flags.split(), torch.distributed.get_world_size())
+            mesh = ParallelMesh.build(run.parallel)
+            with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
+                model = build_model(run, mesh)
+            positions = torch.arange(32 // mesh.size("sp")).unsqueeze(0)
+            for _ in range(2):
+                model(positions, positions, torch.tensor([0]), labels=positions).sum().backward()
+                model.zero_grad()
+            found[layout].append(counters["stats"]["unique_graphs"])
+            mesh.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world, layouts", [(1, COMPILED), (2, ["--ulysses-size 2", "--zero-stage 3 --bf16",
+                                                                "--tensor-model-parallel-size 2 --sequence-parallel"])])
+def test_equal_layers_are_compiled_once(world: int, layouts: list[str]) -> None:
+    """torch compiles a function anew for another object at most 8 times. Layer 9 would then run uncompiled."""
+    for found in run_ranks(graphs_by_depth, world, layouts, timeout=240):
+        for layout, (two, ten) in found.items():
+            assert 1 <= two == ten, (layout, two, ten)
 
 
 @pytest.mark.slow

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from megatron_sp.activations.tiling import tiled
-from megatron_sp.model import loss as linear_loss
 from megatron_sp.model import norm, rotary
-from megatron_sp.model.loss import linear_loss_sum
+from megatron_sp.model.loss import IGNORED_LABEL, linear_cross_entropy_sum
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import TensorRegion
 from tests.helpers.spawn import RunRanks
@@ -60,7 +59,7 @@ def saved_elements(call: object) -> int:
 def test_a_tiled_loss_keeps_two_gradients_and_no_logits() -> None:
     x, weight = torch.randn(1, 512, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
     labels = torch.randint(0, 300, (1, 512))
-    kept = saved_elements(lambda: linear_loss_sum(x, weight, labels, ONE_RANK, 300, tile=32))
+    kept = saved_elements(lambda: linear_cross_entropy_sum(x, weight, labels, ONE_RANK, 300, tile=32))
     assert kept == x.numel() + weight.numel()  # their gradients; logits would be 153,600
 
 
@@ -77,7 +76,7 @@ def test_the_loss_lets_go_of_its_gradients_in_backward() -> None:
         for tensor in (x, weight, labels):
             tracker.add(tensor.detach())
         before, hidden = tracker.live, x * 2
-        loss = linear_loss_sum(hidden, weight, labels, ONE_RANK, 64, tile=512)
+        loss = linear_cross_entropy_sum(hidden, weight, labels, ONE_RANK, 64, tile=512)
         del hidden
         loss.backward()
         assert weight.grad is not None and x.grad is not None
@@ -110,10 +109,10 @@ def test_more_than_2_to_the_31_elements() -> None:
     y = tiled(lambda z: z * 3, rows // 8, x)  # 4 GiB
     assert y.numel() > 2**31 and float(y[0, -1].sum()) == 96.0 and float(y[0, 0].sum()) == 0.0
     del y
-    labels = torch.full((1, rows), linear_loss.IGNORED)
+    labels = torch.full((1, rows), IGNORED_LABEL)
     labels[0, -1] = 5
     weight = torch.eye(64, columns, dtype=torch.bfloat16, requires_grad=True)
-    loss = linear_loss_sum(x, weight, labels, ONE_RANK, 64, tile=1 << 22)
+    loss = linear_cross_entropy_sum(x, weight, labels, ONE_RANK, 64, tile=1 << 22)
     loss.backward()
     expected = torch.nn.functional.cross_entropy((x[0, -1:].float() @ weight.detach().float().t()), labels[0, -1:])
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-2, atol=0)

@@ -70,12 +70,12 @@ def test_the_count_knows_nothing_of_padding_and_layout() -> None:
     assert sequence_flops(padded, 128) == sequence_flops(LLAMA, 128)
 
 
-def products(flags: str) -> float:
-    """FLOPs of the products with weights that a step really makes."""
+def products(flags: str, operator: str = "aten.mm") -> float:
+    """FLOPs of the products that a step really makes: with weights, or by ``aten.bmm`` of unfused attention."""
     run = tiny_run([*SIZES.split(), *flags.split()])
     with fake_world(1), FlopCounterMode(display=False) as counter:
         step_in_layout(run, random_weights(run), *batch(run))
-    return sum(count for operator, count in counter.get_flop_counts()["Global"].items() if str(operator) == "aten.mm")
+    return sum(count for name, count in counter.get_flop_counts()["Global"].items() if str(name) == operator)
 
 
 FULL = "--recompute-granularity full"
@@ -95,3 +95,15 @@ def test_what_is_computed_again_is_counted(flags: str) -> None:
     # torch's counter does not know the product that adds to the output layer's gradient in place
     counted = 2 * flops.output + (3 + repeats.projections) * flops.projections + (3 + repeats.mlp) * flops.mlp
     assert products(flags) == pytest.approx(run.train.global_batch_size * counted, rel=1e-12)
+
+
+@pytest.mark.parametrize("flags", [
+    "", FULL, SELECTIVE, GROUPS, f"{FULL} {GROUPS}", f"{FULL} {UNITS}", f"{FULL} {GROUPS} {UNITS}",
+    f"{FULL} --recompute-method block --recompute-num-layers 1"])
+def test_attention_dropout_computes_scores_again(flags: str) -> None:
+    """A block of queries is computed again in backward, also where the layer or the group has been already."""
+    flags = f"{flags} --attention-dropout 0.1"
+    run = tiny_run([*SIZES.split(), *flags.split()])
+    attention = sequence_flops(run.model, run.data.seq_length).attention  # one block: no score is left out
+    assert products(flags, "aten.bmm") == pytest.approx(
+        run.train.global_batch_size * (3 + repeats_of(run).attention) * attention, rel=1e-12)

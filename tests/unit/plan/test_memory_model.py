@@ -12,7 +12,7 @@ import pytest
 from megatron_sp.config.load import load_run
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.config.schema import Run
-from megatron_sp.plan.memory import COMPONENTS, predict
+from megatron_sp.plan.memory import COMPONENTS, _Rank, predict
 from megatron_sp.plan.sizes import Weights
 from tests.helpers.trace import trace_step
 
@@ -125,6 +125,32 @@ def test_pipeline_takes_the_fullest_rank() -> None:
     assert predict(run).rank in (0, 3)  # most microbatches in flight, or the loss
     fewer = resolved(LLAMA + "--pipeline-model-parallel-size 4 --global-batch-size 1", 4)
     assert predict(fewer).total < predict(run).total
+
+
+def test_the_plan_says_that_attention_dropout_is_slow() -> None:
+    assert predict(resolved(LLAMA)).notes == ()
+    (note,) = predict(resolved(LLAMA + "--attention-dropout 0.1")).notes
+    assert "several times slower" in note and "Give --attention-dropout 0" in note
+
+
+@pytest.mark.parametrize("layers, whole", [("4", 0), ("5", 1)])
+def test_the_block_method_recomputes_layers_of_each_stage(layers: str, whole: int) -> None:
+    """Stages of 3 and 2 layers whose first 3 are recomputed: none is kept whole, although 2 x 3 exceeds 5."""
+    run = resolved(LLAMA + FULL + f"--recompute-method block --recompute-num-layers 2 --num-layers {layers} "
+                   "--pipeline-model-parallel-size 2", 2)
+    ranks = [_Rank(run, rank, "cpu", True).layer_sets() for rank in range(2)]
+    assert sum(kept > run.data.seq_length * 256 * 4 for sets in ranks for kept, _ in sets) == whole
+
+
+def test_grouped_heads_in_fp32_are_copied_on_a_gpu_alone() -> None:
+    """torch has no fused kernel for them there; see ``SDPACore``."""
+    def kept(flags: str, device: str) -> int:
+        plan = predict(resolved(flags + "--seq-length 65536 --loss-tile-size 128"), device=device)
+        return plan.components["kept activations"]
+
+    layers = 4
+    assert kept(GQA, "gpu") - kept(GQA, "cpu") == layers * 2 * 65536 * (256 - 64) * 4
+    assert kept(LLAMA, "gpu") == kept(LLAMA, "cpu") and kept(GQA + HALF, "gpu") == kept(GQA + HALF, "cpu")
 
 
 def test_needs_no_torch() -> None:

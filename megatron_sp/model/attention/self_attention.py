@@ -1,4 +1,4 @@
-"""Self-attention: projections, rotary, and whatever core the mesh provides."""
+"""Self-attention: projections to queries, keys and values, rotary positions, the attention core, output projection."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import nn
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
 from megatron_sp.layout.heads import HeadSplit
-from megatron_sp.model.attention.cores import AttentionDropout
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
+from megatron_sp.model.attention.unfused import AttentionDropout
 from megatron_sp.model.norm import Norm
+from megatron_sp.model.norm_kernels import NormKernels
 from megatron_sp.model.rotary import Rotation, apply_rotary
 from megatron_sp.parallel.random import Dropout
 from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion, local_weight
@@ -24,11 +25,11 @@ from megatron_sp.parallel.ulysses import Core
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What attention needs to know of the mesh: its heads and a core that fits them.
+    """The heads that this rank computes and the core that attends with them, wrapped for Ulysses or a ring.
 
     Args:
         core: ``(q [b, t, n, d], k, v [b, t, g, d], **how) -> [b, t, n, d]`` on this rank's tokens.
-        first_head: global number of the first query head the innermost core sees.
+        first_head: global number of the first query head that attention sees on this rank after any exchange.
     """
 
     heads: HeadSplit
@@ -37,16 +38,17 @@ class AttentionPlan:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with n query and g key/value heads; weight rows in head order.
+    """Causal self-attention with n query and g key/value heads. The rows of the weights are in the order of the heads.
 
     Args:
         plan: all heads of this tp rank at once.
-        groups: the same heads in several runs, or empty. Then the working set is that of one run:
-            projections, exchange and attention go run by run, and again so in backward.
+        groups: the same heads cut into several groups, or empty. With groups, projections, exchange and attention run
+            for one group after another, in forward and again in backward, so the activations of only one group
+            exist at a time.
     """
 
     def __init__(self, model: Model, layer: int, plan: AttentionPlan, groups: Sequence[AttentionPlan] = (), *,
-                 seed: int, region: TensorRegion, dtype: torch.dtype):
+                 seed: int, region: TensorRegion, dtype: torch.dtype, norm_kernels: NormKernels):
         super().__init__()
         self.layer, self.region, self.plan, self.groups = layer, region, plan, list(groups)
         self.head_dim, self.interleaved = model.head_dim, model.rotary_interleaved
@@ -62,8 +64,9 @@ class Attention(nn.Module):
         self.value = ColumnParallelLinear(width, kv, bias=bias, region=region, dtype=dtype, replicate_rows=rows)
         self.query_norm = self.key_norm = None
         if model.qk_layernorm:
-            self.query_norm = Norm(model.head_dim, model, region=region, dtype=dtype, partial_grad=True)
-            self.key_norm = Norm(model.head_dim, model, region=region, dtype=dtype, partial_grad=True)
+            self.query_norm, self.key_norm = (
+                Norm(model.head_dim, model, region=region, dtype=dtype, partial_grad=True, kernels=norm_kernels)
+                for _ in range(2))
         self.output = RowParallelLinear(query, width, bias=model.add_bias_linear, region=region, dtype=dtype)
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
@@ -71,23 +74,26 @@ class Attention(nn.Module):
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]
 
         Args:
-            normalise: applied to x first. With groups each of them does it again, so that x is kept for backward
-                and not its normalised copy too; over tp, where that would be communication, they share one.
+            normalise: the norm that is applied to x first. With groups and without tp, every group applies it
+                again, so that only x is kept for backward and not the normalised x too. With tp that would repeat
+                the communication of ``region.enter``, so the groups share one normalised x.
         """
-        grouped = self.groups and cache is None
-        each = normalise if grouped and self.region.size == 1 else None
-        if each is None:
+        by_groups = self.groups and cache is None
+        group_norm = normalise if by_groups and self.region.size == 1 else None
+        if group_norm is None:
             x = self.region.enter(normalise(x))  # [b, s/sp(/tp), h] -> [b, s/sp, h]
-        if grouped:
-            parts = (recompute(self._attend_with, group, each, x, rotation, sample_ids) for group in self.groups)
-            return self.output.finish(functools.reduce(torch.Tensor.add_, parts))  # in place: one sum and one part live
+        if by_groups:
+            parts = (recompute(self._group_output, group, group_norm, x, rotation, sample_ids)
+                     for group in self.groups)
+            # Added in place, so that one sum and one part exist at a time.
+            return self.output.finish(functools.reduce(torch.Tensor.add_, parts))
         qkv = [project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value)]
         o = self._attend(self.plan, qkv, rotation, sample_ids, cache)
         return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
 
-    def _attend_with(self, group: AttentionPlan, normalise: Norm | None, x: torch.Tensor, rotation: Rotation | None,
-                     sample_ids: torch.Tensor) -> torch.Tensor:
-        """A run of heads' part of the output sum: slices of the projections in, a slice of the output out."""
+    def _group_output(self, group: AttentionPlan, normalise: Norm | None, x: torch.Tensor, rotation: Rotation | None,
+                      sample_ids: torch.Tensor) -> torch.Tensor:
+        """Return what one group of heads adds to the output, [b, s/sp, h]; uses the group's rows of each projection."""
         def rows(heads: tuple[int, int], first: int) -> slice:
             return slice((heads[0] - first) * self.head_dim, (heads[1] - first) * self.head_dim)
 
@@ -102,10 +108,10 @@ class Attention(nn.Module):
 
     def _attend(self, plan: AttentionPlan, qkv: list[torch.Tensor], rotation: Rotation | None,
                 sample_ids: torch.Tensor, cache: KeyValueCache | None) -> torch.Tensor:
-        """Norms, rotary and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]
+        """Apply query and key norm, rotary positions and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]
 
         Args:
-            qkv: emptied here, so that no caller keeps what the next step replaces.
+            qkv: the list is emptied, so that the caller's frame does not keep q, k and v alive after they are replaced.
         """
         v, k, q = qkv.pop(), qkv.pop(), qkv.pop()
         if self.query_norm is not None and self.key_norm is not None:

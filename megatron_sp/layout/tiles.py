@@ -1,0 +1,19 @@
+"""How many tokens a computation takes at a time: the model computes with these sizes, the plan predicts with them."""
+
+from __future__ import annotations
+
+#: Queries whose attention probabilities exist at once, where a kernel has to form probabilities.
+QUERY_BLOCK = 512
+#: Logits of a tile whose size ``--loss-tile-size`` leaves open. A CPU tile stays in a core's cache from its first use
+#: to its last; a GPU tile is large enough to keep the GPU busy.
+CPU_TILE_LOGITS, GPU_TILE_LOGITS = 1 << 21, 1 << 27
+LEAST_LOSS_TILE = 128
+
+
+def loss_tile(columns: int, *, on_cpu: bool) -> int:
+    """Return the number of tokens whose logits exist at once when the user names none.
+
+    Args:
+        columns: logits of a token on this rank, v/tp.
+    """
+    return max(LEAST_LOSS_TILE, (CPU_TILE_LOGITS if on_cpu else GPU_TILE_LOGITS) // columns)

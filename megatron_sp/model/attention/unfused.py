@@ -1,0 +1,89 @@
+"""Attention written out with probabilities, block of queries by block of queries.
+
+Fused kernels never form probabilities and are faster. This form is for what they cannot do: dropping probabilities
+under a mask that can be drawn again, and types for which torch has no fused kernel. Kernels are also compared with it.
+
+Letters: b batch, s tokens, n query heads, g key/value heads (g divides n, query head i uses key/value head
+``i * g // n``), d head width, t queries of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sp.activations.recompute import recompute
+from megatron_sp.layout.tiles import QUERY_BLOCK
+from megatron_sp.parallel.random import Dropout
+
+
+@dataclass(frozen=True)
+class AttentionDropout:
+    """Dropout of attention probabilities: its masks depend on the sample, the head and the query, not on the layout.
+
+    Args:
+        sample_ids: int64 [b] on the CPU, global sample numbers.
+        first_head: global number of the first query head that the core is given.
+    """
+
+    dropout: Dropout
+    sample_ids: torch.Tensor
+    first_head: int
+
+    def keep(self, first_query: int, queries: int, keys: int, heads: int, device: torch.device) -> torch.Tensor:
+        """Return which probabilities of a block of queries stay, bool [b, n, queries, keys]; equal in every layout."""
+        return torch.stack([torch.stack([
+            self.dropout.keep((queries, keys), device, sample, self.first_head + head, first_query)
+            for head in range(heads)]) for sample in self.sample_ids.tolist()])
+
+
+def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_query: int, causal: bool,
+                    dropout: AttentionDropout | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of one block of queries to the given keys, and the log-sum-exp of its scores.
+
+    Args:
+        q: [b, t, n, d], the queries from position ``first_query`` on.
+        k, v: [b, s', g, d], the keys from position 0 on.
+    Returns:
+        o [b, t, n, d] and the log-sum-exp [b, n, t], at least fp32
+    """
+    batch, queries, heads, width = q.shape
+    keys, groups = k.shape[1], k.shape[2]
+    grouped = q.unflatten(2, (groups, heads // groups))
+    scores = torch.einsum("bqgrd,bkgd->bgrqk", grouped, k)  # [b, t, n, d] -> [b, g, n/g, t, s']
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).div_(math.sqrt(width))
+    if causal:
+        position = torch.arange(first_query, first_query + queries, device=q.device).unsqueeze(1)
+        scores = scores.masked_fill_(torch.arange(keys, device=q.device) > position, -torch.inf)
+    lse = scores.logsumexp(-1)
+    probabilities = (scores - lse.unsqueeze(-1)).exp()
+    if dropout is not None:
+        keep = dropout.keep(first_query, queries, keys, heads, q.device).view_as(probabilities)
+        probabilities = probabilities * keep
+    o = torch.einsum("bgrqk,bkgd->bqgrd", probabilities.to(v.dtype), v)  # -> [b, t, g, n/g, d]
+    if dropout is not None:
+        o = o / (1.0 - dropout.dropout.probability)
+    return o.flatten(2, 3), lse.flatten(1, 2)
+
+
+def query_blocks(tokens: int) -> list[slice]:
+    """Return the blocks of ``QUERY_BLOCK`` consecutive queries, the last one shorter where they do not divide."""
+    return [slice(first, min(first + QUERY_BLOCK, tokens)) for first in range(0, tokens, QUERY_BLOCK)]
+
+
+def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
+                           dropout: AttentionDropout | None) -> torch.Tensor:
+    """Return attention o [b, s, n, d], keeping q, k and v alone for backward: memory linear in s.
+
+    Backward computes each block again, with the same dropout mask, because masks are drawn from keys.
+    """
+    def attend(q_block: torch.Tensor, k_seen: torch.Tensor, v_seen: torch.Tensor, first: int) -> torch.Tensor:
+        return block_attention(q_block, k_seen, v_seen, first, causal, dropout)[0]
+
+    outputs = []
+    for block in query_blocks(q.shape[1]):
+        seen = block.stop if causal else k.shape[1]
+        outputs.append(recompute(attend, q[:, block], k[:, :seen], v[:, :seen], block.start))
+    return torch.cat(outputs, dim=1)

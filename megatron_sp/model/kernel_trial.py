@@ -1,0 +1,26 @@
+"""The trial that a kernel of another package passes before a run uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def same_results(kernel: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor],
+                 inputs: tuple[torch.Tensor, ...]) -> bool:
+    """Return whether two computations agree in half precision, in their results and in the gradients of ``inputs``.
+
+    Another version of a package may give a function's arguments another meaning. A kernel that raises anything does not
+    pass.
+    """
+    try:
+        found: list[torch.Tensor] = []
+        wanted: list[torch.Tensor] = []
+        for compute, results in ((kernel, found), (reference, wanted)):
+            result = compute()
+            results += [result.detach(), *torch.autograd.grad(result.float().square().sum(), inputs)]
+        return all(torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05 * float(y.abs().max()))
+                   for x, y in zip(found, wanted, strict=True))
+    except Exception:  # noqa: BLE001 (whatever another package raises, its kernel is not used)
+        return False

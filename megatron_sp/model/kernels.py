@@ -1,0 +1,61 @@
+"""What a run computes attention and norms with on its device; chosen once at start, then given to every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sp.config.schema import Run
+from megatron_sp.model.attention.block_kernels import UnfusedBlockKernel, choose_block_kernel
+from megatron_sp.model.attention.cores import AttentionCore, SDPACore, choose_core
+from megatron_sp.model.norm_kernels import NormKernels, choose_norm_kernels
+from megatron_sp.parallel.ring import BlockKernel
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The chosen kernels.
+
+    Args:
+        core: attends on one rank, or between the exchanges of Ulysses.
+        block_kernel: attends to one block of keys in a ring; then ``core`` is not used.
+        norms: of every norm of the model.
+        warnings: sentences on kernels that were expected and cannot be used.
+    """
+
+    core: AttentionCore
+    block_kernel: BlockKernel
+    norms: NormKernels
+    warnings: tuple[str, ...] = ()
+
+
+def choose_kernels(run: Run, device: torch.device) -> Kernels:
+    """Return the kernels of a run. Kernels of other packages are tried on small examples first, which takes a moment.
+
+    Raises:
+        ConfigError: a kernel that the user named cannot be used here.
+    """
+    choice, dtype = run.train.fused_kernels, getattr(torch, run.precision.dtype)
+    norms = choose_norm_kernels("torch" if choice == "auto" and run.train.compile else choice, device)
+    if run.parallel.ring > 1:
+        chosen = choose_block_kernel(device, dtype, run.model.head_dim)
+        return Kernels(SDPACore(), chosen.kernel, norms, chosen.warnings)
+    core = choose_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
+                       half_head_dim=run.model.head_dim if dtype != torch.float32 else 0)
+    return Kernels(core.core, UnfusedBlockKernel(), norms, core.warnings)
+
+
+def kernels_in_words(run: Run, kernels: Kernels) -> str:
+    """Return one line on what a run computes with."""
+    core = kernels.core.description
+    if run.parallel.ring > 1:
+        attention = f"{kernels.block_kernel.description} (blocks of a ring)"
+    elif run.model.attention_dropout > 0:
+        attention = ("unfused in query blocks, several times slower than fused attention, because of "
+                     f"--attention-dropout {run.model.attention_dropout:g} (--attention-dropout 0 makes it fast)")
+    else:
+        attention = core
+    fused = " (fused)" if run.optimizer.optimizer != "sgd" else ""
+    compiled = "compiled" if run.train.compile else "not compiled"
+    return f"kernels: attention {attention}; norms {kernels.norms.name}; optimizer torch{fused}; layers {compiled}"

@@ -1,0 +1,119 @@
+"""Norm kernels of the packages apex and Liger, which ``--fused-kernels`` chooses.
+
+A package is imported only when a run on a GPU may use it. A package that the user names and that cannot be imported is
+an error; ``auto`` then uses torch's norms.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_sp.errors import ConfigError
+from megatron_sp.model.kernel_trial import same_results
+
+#: (x [..., h], weight [h], epsilon) -> [..., h]
+RMSNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+#: (x [..., h], weight [h], bias [h], epsilon) -> [..., h]
+LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+#: For each package the module that has its functions, and how to install it.
+PACKAGES = {"apex": ("apex.normalization.fused_layer_norm", "apex (from source: github.com/NVIDIA/apex)"),
+            "liger": ("liger_kernel.ops", "liger-kernel")}
+
+
+@dataclass(frozen=True)
+class NormKernels:
+    """The functions that ``Norm`` computes with. None stands for torch's own."""
+
+    name: str = "torch"
+    rms_norm: RMSNorm | None = None
+    layer_norm: LayerNorm | None = None
+
+
+def choose_norm_kernels(choice: str, device: torch.device) -> NormKernels:
+    """Return the kernels of ``--fused-kernels``.
+
+    ``auto`` is, on a GPU, the first package that can be imported and agrees with torch, else torch.
+
+    Raises:
+        ConfigError: the choice names a package, and there is no GPU or the package cannot be imported.
+    """
+    if choice == "auto" and device.type == "cuda":
+        return _first_that_agrees(device)
+    if choice in ("auto", "torch"):
+        return NormKernels()
+    flag = f"--fused-kernels {choice}"
+    require_gpu(flag, device)
+    return _apex(flag) if choice == "apex" else _liger(flag)
+
+
+def require_gpu(flag: str, device: torch.device) -> None:
+    """Refuse a flag that works on GPUs only.
+
+    Raises:
+        ConfigError: the device is not a GPU.
+    """
+    if device.type != "cuda":
+        raise ConfigError(f"{flag} needs a GPU, and this run is on the {device.type}. Leave the flag out")
+
+
+def _apex(flag: str) -> NormKernels:
+    functions = _require_package(flag, "apex")
+
+    def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        return functions.fused_rms_norm_affine(x, weight, weight.shape, epsilon)
+
+    def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+        return functions.fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon)
+
+    return NormKernels("apex", rms_norm, layer_norm)
+
+
+def _liger(flag: str) -> NormKernels:
+    _require_package(flag, "liger")
+    rms = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+    layer = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
+
+    def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        offset, casting, in_place = 0.0, "llama", False
+        return rms.apply(x, weight, epsilon, offset, casting, in_place)
+
+    return NormKernels("liger", rms_norm, layer.apply)
+
+
+def _require_package(flag: str, package: str) -> Any:
+    module, pip_name = PACKAGES[package]
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"{flag} needs the package {pip_name}, which cannot be imported here ({error}). Install it, "
+                          "or leave the flag out to use torch's own kernels") from None
+
+
+def _first_that_agrees(device: torch.device) -> NormKernels:
+    for name in PACKAGES:
+        try:
+            kernels = choose_norm_kernels(name, device)
+        except ConfigError:
+            continue  # the package is not installed
+        if _agrees_with_torch(kernels, device):
+            return kernels
+    return NormKernels()
+
+
+def _agrees_with_torch(kernels: NormKernels, device: torch.device) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_()
+                       for shape in ((16, 64), (64,), (64,)))
+    pairs: list[tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]] = []
+    if (rms := kernels.rms_norm) is not None:
+        pairs.append((lambda: rms(x, weight, 1e-5), lambda: F.rms_norm(x, (64,), weight, 1e-5)))
+    if (layer := kernels.layer_norm) is not None:
+        pairs.append((lambda: layer(x, weight, bias, 1e-5), lambda: F.layer_norm(x, (64,), weight, bias, 1e-5)))
+    return all(same_results(kernel, reference, (x, weight)) for kernel, reference in pairs)
