@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Peak resident memory of a training step against sequence length, for each memory technique, beside the plan.
+"""Compare the measured peak memory of a training step with the predicted one, for each memory technique and length.
 
-Each point is a process of its own (with Ulysses two): libraries are loaded, a short step is made (so that
-optimizer states and kernels exist), then one step of the length; what its resident memory grew
-by from before the model was built to the peak is the measurement. Linux, CPU, fp32.
+Each point is measured in a process of its own, with Ulysses in two. The process loads the libraries, makes a short
+step, so that optimizer states and kernels exist, and then one step of the length. The measurement is the growth of its
+resident memory from before the model is built to the peak. It needs Linux and runs on the CPU in fp32.
 
-For each technique the slope (bytes a token between the first and the last length) is compared with the
-formulas' (``megatron_sp.plan.memory``), and the peak at the longest with the prediction. Exit status 1 when
-a slope is off by more than 15% or a peak by more than 10%.
+Two figures of each technique are compared with ``megatron_sp.plan.memory``: the slope (bytes per token between the
+shortest and the longest length) and the peak at the longest length. The exit status is 1 when a slope is off by more
+than 15% or a peak by more than 10%.
 
-Freed memory must leave the process to be seen: ``MALLOC_MMAP_THRESHOLD_`` is set for the processes measured
-(glibc otherwise keeps freed blocks below 32 MiB).
+``MALLOC_MMAP_THRESHOLD_`` is set for the measured processes. Without it glibc keeps freed blocks below 32 MiB, and
+memory that the program has freed would still count.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def configuration(flags: str, length: int, world: int) -> Run:
 
 
 def resident(field: str) -> int:
-    """Bytes: VmRSS now or VmHWM, the most since the last reset."""
+    """Return bytes of this process: VmRSS is the resident memory now, VmHWM the most since the last reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -68,7 +68,7 @@ def resident(field: str) -> int:
 
 
 def child(flags: str, length: int) -> dict[str, float]:
-    """One measurement, in a process of its own."""
+    """Measure one point in this process."""
     import torch
 
     from megatron_sp.data.batch import Microbatch
@@ -82,7 +82,7 @@ def child(flags: str, length: int) -> dict[str, float]:
     environment = launch_environment()
     run = configuration(flags, length, environment.world_size)
     mesh = ParallelMesh.build(run.parallel, start(run.parallel, environment))
-    (torch.randn(512, 512) @ torch.randn(512, 512)).sum()  # the libraries' code and buffers
+    (torch.randn(512, 512) @ torch.randn(512, 512)).sum()  # loads the libraries' code and buffers
     before = resident("VmRSS")
     model = build_model(run, mesh)
     engine, optimizer = build_engine(run, model, mesh), build_optimizer(run, model)
@@ -100,7 +100,7 @@ def child(flags: str, length: int) -> dict[str, float]:
         return time.perf_counter() - started
 
     step(SHORT)
-    Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     seconds = step(length)
     peak = resident("VmHWM")
     stop()
@@ -108,7 +108,7 @@ def child(flags: str, length: int) -> dict[str, float]:
 
 
 def measure(flags: str, length: int, world: int, scratch: Path) -> dict[str, float]:
-    """Of the rank that takes most.
+    """Start the processes of one point and return the measurement of the rank that takes most.
 
     Raises:
         SystemExit: the process failed (its output is shown).
@@ -130,7 +130,7 @@ def measure(flags: str, length: int, world: int, scratch: Path) -> dict[str, flo
 
 
 def technique(name: str, lengths: list[int], scratch: Path) -> dict[str, Any]:
-    """All points of one technique, and how they compare with the plan."""
+    """Measure all points of one technique and compare them with the predictions."""
     flags, world, factor = TECHNIQUES[name]
     points: list[dict[str, Any]] = []
     for length in (round(factor * length) for length in lengths):
@@ -152,7 +152,7 @@ def technique(name: str, lengths: list[int], scratch: Path) -> dict[str, Any]:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Measured points and predicted lines."""
+    """Write a picture with measured points and predicted lines."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""The yardstick of ``step_time.py``: a Llama-type model and a training step as one writes them plainly.
+"""The baseline of ``step_time.py``: a Llama-type model and a training step written in plain PyTorch.
 
-Nothing of megatron_sp is used, nothing is parallel and nothing is tuned: ``nn.Linear``,
-``nn.RMSNorm``, ``F.scaled_dot_product_attention``, ``F.cross_entropy``, fused AdamW.
+It uses nothing of megatron_sp, is not parallel and is not tuned. Its parts are ``nn.Linear``, ``nn.RMSNorm``,
+``F.scaled_dot_product_attention``, ``F.cross_entropy`` and fused AdamW.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import nn
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """(a, b) -> (-b, a) for the two halves of the last dimension."""
+    """Return (-b, a) for the two halves (a, b) of the last dimension."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), dim=-1)
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and SwiGLU."""
+    """A layer with pre-norm attention and pre-norm SwiGLU."""
 
     def __init__(self, hidden: int, heads: int, ffn: int):
         super().__init__()
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """Embedding, layers, norm, logits."""
+    """A decoder: embedding, layers, norm, output layer."""
 
     def __init__(self, *, layers: int, hidden: int, heads: int, ffn: int, vocab: int, seq_length: int):
         super().__init__()
@@ -67,7 +67,10 @@ class PlainModel(nn.Module):
 
 
 def make_step(model: PlainModel, tokens: torch.Tensor, labels: torch.Tensor) -> Callable[[], float]:
-    """One training step on a fixed batch: forward, backward, clipping, AdamW; returns the loss."""
+    """Return a function that makes one training step on a fixed batch and returns its loss.
+
+    A step is forward, backward, clipping and AdamW.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> float:

@@ -1,10 +1,10 @@
-"""What each memory technique costs in time: one training step beside the plain one, all in one run.
+"""Measure what each memory technique costs in time, as a multiple of the plain training step.
 
     OMP_NUM_THREADS=1 python benchmarks/techniques.py [--seq-length 4096] [--repeats 3]
 
-One process, fp32, hidden 256, 4 layers, 8 heads, 2 key/value heads, feed-forward 688, vocabulary 8192; forward and
-backward. The variants take turns and medians of processor time are printed, which other work on the
-machine changes little. On a CPU offload moves nothing anywhere: its line is what its bookkeeping costs.
+Forward and backward in one process, in fp32: hidden 256, 4 layers, 8 heads, 2 key/value heads, feed-forward 688,
+vocabulary 8192. The variants take turns and medians of processor time are printed, because other work on the
+machine changes those little. On a CPU, offload copies within the same memory, so its line only shows what copies cost.
 """
 
 from __future__ import annotations

@@ -139,11 +139,7 @@ def report(documents: list[DocumentLosses], seq_length: int) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], picture: Path, title: str) -> None:
-    """Write a PNG with the loss by position and the loss by length of document.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Loss by position, and loss by length of document, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -214,23 +210,16 @@ def main(argv: list[str]) -> None:
     try:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        draw(result, picture, f"{arguments.load} on {arguments.data_path}")
     except OSError as error:
-        raise DataError(f"--output {arguments.output} cannot be written ({error.strerror}). Give another "
+        raise DataError(f"--output {arguments.output} cannot be written ({error.strerror}); give another "
                         "file") from None
     print(f"{result['documents']} documents, {result['tokens']:,} tokens: loss {result['loss']:.4f}, perplexity "
           f"{result['perplexity']:.2f}")
     for row in result["by_position_of_long_documents"] or result["by_position"]:
         first, last = row["tokens_before"]
         print(f"  {first:>8,} to {last:>8,} tokens before: loss {row['loss']:.4f} ({row['documents']} documents)")
-    print(f"figures: {arguments.output}")
-    try:
-        draw(result, picture, f"{arguments.load} on {arguments.data_path}")
-    except ImportError:
-        print("no picture, because matplotlib is not installed (pip install matplotlib)")
-    except OSError as error:
-        raise DataError(f"{picture} cannot be written ({error.strerror}). Give another --output") from None
-    else:
-        print(f"picture: {picture}")
+    print(f"picture: {picture}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Run a command and print the peak resident memory of every Python process it starts, and its time.
+"""Run a command, and print how long it took and the peak resident memory of each process that it started.
 
     python tools/peak_memory.py -- python pretrain_gpt.py FLAGS
     python tools/peak_memory.py --least 200 -- torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS
 
-Reads the kernel's own high-water marks (Linux), so a short peak is not missed. A launcher's process is
-listed too; ``--match`` keeps only processes with a word in their command line.
+Works on Linux, whose kernel records the most memory that a process has had, so a short peak is not missed. Only
+processes whose command line contains the word of ``--match`` count, without torchrun itself.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ import time
 from pathlib import Path
 
 PROC = Path("/proc")
-INTERVAL = 0.05  # seconds between looks; only what grows in a process's last moment can be missed
+#: Seconds between readings. What a process gains after the last reading before its end is missed.
+INTERVAL = 0.05
 
 
-def children(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+def process_tree(pid: int) -> list[int]:
+    """Return the ids of a process and of all its descendants."""
     found = [pid]
     for task in (PROC / str(pid) / "task").glob("*"):
         try:
-            found += [one for child in (task / "children").read_text().split() for one in children(int(child))]
-        except (OSError, ValueError):
-            continue  # it has just ended
+            children = (task / "children").read_text().split()
+        except OSError:
+            continue  # the thread has just ended
+        found += [descendant for child in children for descendant in process_tree(int(child))]
     return found
 
 
-def high_water(pid: int) -> int:
-    """Bytes; 0 for a process that has ended."""
+def peak_resident(pid: int) -> int:
+    """Return the peak resident memory of a process in bytes; 0 for a process that has ended."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:
@@ -49,14 +51,18 @@ def command_line(pid: int) -> str:
 
 
 def watch(command: list[str], match: str) -> tuple[int, float, list[int]]:
-    """Run the command; its exit status, seconds, and the peaks in bytes of its matching processes, largest first."""
+    """Run a command to its end.
+
+    Returns:
+        exit status, seconds, and the peak bytes of each process whose command line contains ``match``, largest first
+    """
     started, peaks, matching = time.monotonic(), dict[int, int](), dict[int, bool]()
     with subprocess.Popen(command) as process:
         while process.poll() is None:
-            for pid in children(process.pid):
-                peaks[pid] = max(peaks.get(pid, 0), high_water(pid))
+            for pid in process_tree(process.pid):
+                peaks[pid] = max(peaks.get(pid, 0), peak_resident(pid))
                 line = command_line(pid)
-                if line:  # a process changes its command line once, when the program replaces the fork
+                if line:  # it changes once, when the fork becomes the program
                     matching[pid] = match in line and "torch.distributed.run" not in line
             time.sleep(INTERVAL)
     seconds = time.monotonic() - started
