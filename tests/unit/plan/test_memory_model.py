@@ -133,13 +133,13 @@ def test_the_plan_says_that_attention_dropout_is_slow() -> None:
     assert "several times slower" in note and "Give --attention-dropout 0" in note
 
 
-@pytest.mark.parametrize("layers, whole", [("4", 0), ("5", 1)])
-def test_the_block_method_recomputes_layers_of_each_stage(layers: str, whole: int) -> None:
-    """Stages of 3 and 2 layers whose first 3 are recomputed: none is kept whole, although 2 x 3 exceeds 5."""
-    run = resolved(LLAMA + FULL + f"--recompute-method block --recompute-num-layers 2 --num-layers {layers} "
-                   "--pipeline-model-parallel-size 2", 2)
-    ranks = [_Rank(run, rank, "cpu", True).layer_sets() for rank in range(2)]
-    assert sum(kept > run.data.seq_length * 256 * 4 for sets in ranks for kept, _ in sets) == whole
+def test_the_block_method_recomputes_the_first_layers_of_each_stage() -> None:
+    """Rank 0 has stages of 1 and 3 layers. With 2 recomputed layers per stage, one of its 4 layers keeps everything."""
+    run = resolved(LLAMA + FULL + "--recompute-method block --recompute-num-layers 2 --num-layers 6 "
+                   "--pipeline-layers 1 1 3 1 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved "
+                   "--global-batch-size 4", 2)
+    inputs_only = run.data.seq_length * run.model.hidden_size * 4
+    assert [kept == inputs_only for kept, _ in _Rank(run, 0, "cpu", True).layer_sets()] == [True, True, True, False]
 
 
 def test_grouped_heads_in_fp32_are_copied_on_a_gpu_alone() -> None:
