@@ -148,7 +148,7 @@ def test_grouped_heads_in_fp32_are_copied_on_a_gpu_alone() -> None:
         plan = predict(resolved(flags + "--seq-length 65536 --loss-tile-size 128"), device=device)
         return plan.components["kept activations"]
 
-    layers = 4
+    layers = 3  # the peak is in the backward of the last one, which counts as the layer's working set
     assert kept(GQA, "gpu") - kept(GQA, "cpu") == layers * 2 * 65536 * (256 - 64) * 4
     assert kept(LLAMA, "gpu") == kept(LLAMA, "cpu") and kept(GQA + HALF, "gpu") == kept(GQA + HALF, "cpu")
 
