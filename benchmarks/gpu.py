@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Longest sequence and model FLOP/s utilisation of one GPU, for 1.2B- and 8B-shaped layers, per memory technique.
 
-Started by ``gpu.sh``. For each shape and technique: the time of a step at a common length, then the longest
-length that fits into ``--memory`` GiB, found from the plan downwards (so the plan is checked on the way).
-bf16, fp32 master weights and AdamW. Without a GPU everything runs at toy size on the CPU, which shows only
+Started by ``gpu.sh``. For each shape and technique it measures the trainer's own step (``train.train_step``) at a
+common length, without reading data. Then it looks for the longest length that fits into ``--memory`` GiB: it starts at
+the length that the memory plan predicts and goes down, which checks the plan on the way. Computation is in bf16 with
+fp32 master weights and AdamW. Without a GPU everything runs at toy size on the CPU, which shows only
 that the script works; the report then says that no GPU figure exists.
 """
 
@@ -96,13 +97,11 @@ class Bench:
         from megatron_sp.model.build import build_model
         from megatron_sp.parallel.mesh import ParallelMesh
         from megatron_sp.plan.flops import sequence_flops
-        from megatron_sp.train.forward_backward import build_engine
-        from megatron_sp.train.optimizer import build_optimizer, clip_grad_norm
         from megatron_sp.train.report.peak_flops import peak_tflops
+        from megatron_sp.train.train_step import TrainStep
 
         mesh = ParallelMesh.build(run.parallel, self.device)
-        model = build_model(run, mesh)
-        engine, optimizer = build_engine(run, model, mesh), build_optimizer(run, model)
+        step = TrainStep.build(run, build_model(run, mesh), mesh)
         length = run.data.seq_length
         text = torch.randint(0, run.model.vocab_size, (1, length + 1))
         batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.arange(length).unsqueeze(0),
@@ -110,10 +109,7 @@ class Bench:
         times = []
         for _ in range(repeats + 1):  # the first makes the optimizer's states
             started = time.perf_counter()
-            engine.forward_backward([batch], float(length))
-            clip_grad_norm(model, 1.0, mesh)
-            optimizer.step()
-            optimizer.zero_grad()
+            step.update(step.compute_gradients([batch]), scheduler_samples=0)
             if not self.toy:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)

@@ -52,7 +52,7 @@ def peak_megabytes() -> float:
 
 
 def plain_step(length: int) -> Callable[[], float]:
-    """The yardstick."""
+    """Return a function that makes one step of the plain loop that ours is compared with."""
     from benchmarks.plain_model import PlainModel, make_step
 
     tokens, labels = batch(length)
@@ -60,7 +60,7 @@ def plain_step(length: int) -> Callable[[], float]:
 
 
 def batch(length: int) -> tuple[Any, Any]:
-    """Tokens and labels of one sequence, [1, s]."""
+    """Return tokens and labels of one sequence, [1, s] each."""
     import torch
 
     text = torch.randint(0, SHAPE["vocab"], (1, length + 1), generator=torch.Generator().manual_seed(1))
@@ -68,7 +68,7 @@ def batch(length: int) -> tuple[Any, Any]:
 
 
 def our_step(length: int, rank: int, world: int, zero_stage: int, store: str) -> Callable[[], float]:
-    """The same work through the parts that ``pretrain_gpt.py`` is made of."""
+    """Return a function that makes one step of our trainer (``train.train_step``) on the same batch."""
     import torch
     import torch.distributed as dist
 
@@ -78,31 +78,27 @@ def our_step(length: int, rank: int, world: int, zero_stage: int, store: str) ->
     from megatron_sp.layout.tokens import SequenceLayout
     from megatron_sp.model.build import build_model
     from megatron_sp.parallel.mesh import ParallelMesh
-    from megatron_sp.train.forward_backward import build_engine
-    from megatron_sp.train.optimizer import build_optimizer, clip_grad_norm
+    from megatron_sp.train.train_step import TrainStep
 
     flags = (f"--num-layers {SHAPE['layers']} --hidden-size {SHAPE['hidden']} --num-attention-heads {SHAPE['heads']} "
              f"--ffn-hidden-size {SHAPE['ffn']} --swiglu --normalization RMSNorm --position-embedding-type rope "
              "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
              f"--seq-length {length} --ulysses-size {world} --zero-stage {zero_stage} --micro-batch-size 1 "
-             f"--train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size {SHAPE['vocab']}")
+             "--train-iters 1000 --lr 1e-3 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer "
+             f"--vocab-size {SHAPE['vocab']}")
     run = with_vocab(load_run(flags.split(), world)[0], SHAPE["vocab"])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     mesh = ParallelMesh.build(run.parallel)
-    model = build_model(run, mesh)
-    engine, optimizer = build_engine(run, model, mesh), build_optimizer(run, model)
+    whole_step = TrainStep.build(run, build_model(run, mesh), mesh)
     tokens, labels = batch(length)
     positions = torch.from_numpy(SequenceLayout.of(run.parallel, length).positions(mesh.rank("sp")))
     mine = Microbatch(tokens[:, positions].contiguous(), labels[:, positions].contiguous(), positions.unsqueeze(0),
                       torch.zeros(1, dtype=torch.int64), len(positions))
 
     def step() -> float:
-        num_tokens = mesh.sum_over(mine.num_valid, "fsdp")
-        loss = engine.forward_backward([mine], num_tokens)
-        clip_grad_norm(model, run.optimizer.clip_grad, mesh)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(mesh.sum_over(loss, "fsdp"))
+        totals = whole_step.compute_gradients([mine])
+        whole_step.update(totals, scheduler_samples=0)
+        return totals.loss
 
     return step
 

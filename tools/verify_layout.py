@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Prove on CPU that a layout trains exactly as one process would, before a cluster is spent on it.
 
-Give it the command line of pretrain_gpt.py. The model is made small (all degrees, stage counts, ratios of
-heads and switches stay), built by the same code, trained for three steps on as many processes as the layout
-needs (at most 16), and compared with a plain model on one process: loss, global gradient norm, every gradient
-and every weight. No data, tokenizer or GPU is needed.
+Give it the command line of pretrain_gpt.py. It makes the run small, so that it takes the same branches of the code, and
+trains it on at most 16 processes of this machine through the same data reader, trainer and optimizer: with the run's
+optimizer and with SGD in float64, and roughly in the run's half precision. Then it compares with a plain model on one
+process: loss, learning rate, global gradient norm, every gradient, every weight, and the loss of an evaluation. Where
+one replica does not fit, it shrinks the degrees of parallelism to the smallest ones of the same kind, and says which.
+No data, tokenizer or GPU is needed.
 
   verify_layout.py FLAGS OF pretrain_gpt.py [--world-size N]
 
@@ -58,21 +60,21 @@ def smallest_world(argv: list[str]) -> int:
 
 
 def print_table(verdict: Verdict) -> None:
-    """Worst relative difference of each kind, step by step."""
-    print(f"{'step':>4} {'loss':>9} {'grad norm':>9} {'gradient':>9} {'weight':>9}  worst gradient")
-    for number, step in enumerate(verdict.steps, start=1):
+    """Print the worst relative difference of each kind, step by step."""
+    print(f"{'step':<12} {'loss':>9} {'grad norm':>9} {'gradient':>9} {'weight':>9}  worst gradient")
+    for step in verdict.steps:
         worst = max(step.gradients, key=lambda name: step.gradients[name])
-        print(f"{number:4d} {step.loss:9.1e} {step.grad_norm:9.1e} {step.gradients[worst]:9.1e} "
-              f"{max(step.weights.values()):9.1e}  {worst}")
+        print(f"{step.name:<12} {step.numbers['loss']:9.1e} {step.numbers['gradient norm']:9.1e} "
+              f"{step.gradients[worst]:9.1e} {max(step.weights.values()):9.1e}  {worst}")
 
 
 def explain(verdict: Verdict) -> None:
     """What is wrong, and where to look."""
     if verdict.error:
         print(f"the layout does not run:\n{verdict.error.rstrip()}")
-    number, wrong = verdict.first_failure()
+    step, wrong = verdict.first_failure()
     if wrong:
-        print(f"first wrong in step {number} ({len(wrong)} values), relative differences:")
+        print(f"first wrong in step {step} ({len(wrong)} values), relative differences:")
         for name, value in list(wrong.items())[:8]:
             print(f"  {value:9.1e}  {name}")
     if verdict.healed_by:
@@ -100,7 +102,7 @@ def main(argv: list[str]) -> int:
 
     from megatron_sp.proof.verify import verify
 
-    verdict = verify(small.run)
+    verdict = verify(small.run, half=small.half)
     if verdict.steps:
         print_table(verdict)
     if not verdict.passed:

@@ -1,9 +1,11 @@
 """The reference of all exactness proofs: a GPT and its training step, written plainly from their mathematics.
 
-One process, whole sequences, whole weights, no parallel code, no module of the framework but the
-types of its configuration and the source of dropout masks. Letters: B batch, s sequence, h hidden,
-n query heads, g key/value heads, d head width, V vocabulary (unpadded). Weights are ``[out, in]`` under
-the names that the framework gives its parameters.
+One process, whole sequences, whole weights, no parallel code. From the framework it takes the types of the
+configuration and the source of dropout masks (whose keys it computes itself), and nothing else: who owns which token,
+head or layer, the schedule, clipping and the loss are written here a second time, so that a fault in the framework
+cannot hide in the reference. Letters: B sequences of a global batch, s tokens of a sequence, h hidden, n query heads,
+g key/value heads, d head width, V vocabulary (unpadded). Weights are ``[out, in]`` under the names that the framework
+gives its parameters.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from megatron_sp.parallel.random import Dropout
 Weights = dict[str, Tensor]
 #: Tokens and labels of a global batch, each ``[B, s]`` int64; labels are -100 where no loss is taken.
 Batch = tuple[Tensor, Tensor]
-#: ``drop(site, x)``, with the head after x for probabilities: x as the dropout of this site leaves it.
+#: ``drop(site, x)``: x with the dropout of this site. For attention probabilities ``drop(site, x, head)``.
 Drop = Callable[..., Tensor]
+#: ``dropout(first)``: the ``Drop`` of a global batch whose first sample has this number in the training order.
+Dropping = Callable[[int], Drop]
 
 
 @dataclass
@@ -34,10 +38,11 @@ class Step:
     grad_norm: float  # before clipping
     gradients: Weights  # before clipping
     weights: Weights = field(default_factory=dict)  # after the update
+    learning_rate: float = 0.0
 
 
 def keep_all(site: str, x: Tensor, head: int = 0) -> Tensor:
-    """No dropout."""
+    """Return x: no dropout."""
     return x
 
 
@@ -47,11 +52,15 @@ def dropout_sites(model: Model) -> list[str]:
     return ["embedding", *(f"{layer}/{place}" for layer in range(model.num_layers) for place in places)]
 
 
-def keyed_dropout(run: Run) -> Drop:
-    """Dropout of samples 0 .. B-1 with the masks that the framework draws, and nothing else of it.
+def keyed_dropout(run: Run, first_sample: int = 0) -> Drop:
+    """Return the dropout of a global batch, with the masks that the framework draws for these samples.
 
-    Hidden states have a mask for every shard of tokens; probabilities one for every head, whatever the layout, of
-    a block of up to 512 queries.
+    The masks come from the framework's generator; their keys are computed here. Hidden states have one mask for each
+    sample and each rank's part of the tokens; probabilities one for each sample and head, whatever the layout, of a
+    block of up to 512 queries.
+
+    Args:
+        first_sample: number of the batch's first sample in the training order.
     """
     parallel = run.parallel
     shards = parallel.sp * (parallel.tp if parallel.megatron_sp else 1)
@@ -62,27 +71,52 @@ def keyed_dropout(run: Run) -> Drop:
         if probability == 0:
             return x
         source = Dropout(probability, run.train.seed, site)
-        length = x.shape[1] if is_attention else x.shape[1] // shards
-        assert not is_attention or length <= 512
-        keys = [(head, 0)] if is_attention else [(shard * length,) for shard in range(shards)]
-        keep = torch.stack([torch.cat([source.keep((length, x.shape[2]), x.device, sample, *key) for key in keys])
-                            for sample in range(x.shape[0])])  # [B, s, h] or [B, s, s]
+        samples = range(first_sample, first_sample + x.shape[0])
+        keep = torch.empty_like(x, dtype=torch.bool)  # [B, s, h] or [B, s, s]
+        if is_attention:
+            assert x.shape[1] <= 512
+            for row, sample in enumerate(samples):
+                keep[row] = source.keep(tuple(x.shape[1:]), x.device, sample, head, 0)
+        else:
+            order, part = tokens_by_rank(x.shape[1], parallel.ring), x.shape[1] // shards
+            for row, sample in enumerate(samples):
+                for start in range(0, x.shape[1], part):
+                    keep[row, order[start:start + part]] = source.keep((part, x.shape[2]), x.device, sample, start)
         return torch.where(keep, x / (1 - probability), torch.zeros_like(x))
 
     return drop
 
 
-def reference_training(weights: Weights, run: Run, batches: Sequence[Batch], drop: Drop = keep_all) -> list[Step]:
-    """Train the plain model: one step per batch, at the peak learning rate.
+def tokens_by_rank(length: int, ring: int) -> Tensor:
+    """Return the positions of a sequence in the order in which its ranks hold them, ``[s]`` int64.
 
-    Weight decay concerns matrices only, and gradients are clipped by their global norm.
+    Without a ring every rank holds the next run of tokens. A ring cuts the sequence into 2 x ring chunks, and its
+    member r holds chunks r and 2 x ring - 1 - r, so that all have the same work under the causal mask.
+    """
+    if ring == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).view(2 * ring, -1)
+    return torch.cat([chunks[chunk] for rank in range(ring) for chunk in (rank, 2 * ring - 1 - rank)])
+
+
+def reference_training(weights: Weights, run: Run, batches: Sequence[Batch],
+                       dropout: Dropping = lambda first: keep_all) -> list[Step]:
+    """Train the plain model and return one ``Step`` for each batch.
+
+    The loss is the mean over the valid tokens of the global batch. Gradients are clipped by their global norm. Weight
+    decay concerns matrices only. The learning rate follows the run's schedule.
+
+    Args:
+        weights: full tensors by parameter name.
+        batches: one global batch for each step.
+        dropout: gives the dropout of a batch from the number of its first sample; default: none.
     """
     leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
     optimizer = _optimizer(run, list(leaves.values()))
-    steps = []
+    steps, consumed = [], 0
     for tokens, labels in batches:
         optimizer.zero_grad()
-        loss_sum, count = reference_loss(leaves, run, tokens, labels, drop=drop)
+        loss_sum, count = reference_loss(leaves, run, tokens, labels, drop=dropout(consumed))
         (loss_sum / count).backward()
         gradients: Weights = {}
         for name, leaf in leaves.items():
@@ -93,10 +127,32 @@ def reference_training(weights: Weights, run: Run, batches: Sequence[Batch], dro
         factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         for name, leaf in leaves.items():
             leaf.grad = gradients[name] * factor
+        rate = learning_rate(run, consumed)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.step()
+        consumed += len(tokens)
         after = {name: leaf.detach().clone() for name, leaf in leaves.items()}
-        steps.append(Step(float(loss_sum.detach()) / count, norm, gradients, after))
+        steps.append(Step(float(loss_sum.detach()) / count, norm, gradients, after, rate))
     return steps
+
+
+def learning_rate(run: Run, consumed: int) -> float:
+    """Return the learning rate of the step that starts after ``consumed`` samples.
+
+    Linear from lr-warmup-init to the peak during the warm-up; then a linear or cosine decay to min-lr, which is reached
+    at the end of the horizon; the constant style stays at the peak.
+    """
+    flags, batch = run.schedule, run.train.global_batch_size
+    warmup, horizon = flags.lr_warmup_iters * batch, (flags.lr_decay_iters or run.train.train_iters) * batch
+    assert flags.lr_decay_style in ("constant", "linear", "cosine"), flags.lr_decay_style
+    if consumed < warmup:
+        return flags.lr_warmup_init + (flags.lr - flags.lr_warmup_init) * consumed / warmup
+    if flags.lr_decay_style == "constant":
+        return flags.lr
+    done = min(1.0, (consumed - warmup) / (horizon - warmup))
+    height = 1 - done if flags.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return flags.min_lr + (flags.lr - flags.min_lr) * height
 
 
 def _optimizer(run: Run, leaves: list[Tensor]) -> torch.optim.Optimizer:
@@ -107,6 +163,13 @@ def _optimizer(run: Run, leaves: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=run.schedule.lr, momentum=flags.sgd_momentum, foreach=False)
     return torch.optim.AdamW(groups, lr=run.schedule.lr, betas=(flags.adam_beta1, flags.adam_beta2),
                              eps=flags.adam_eps, foreach=False)
+
+
+def reference_evaluation(weights: Weights, run: Run, batches: Sequence[Batch]) -> float:
+    """Return the mean loss per valid token of several global batches, in nats; no dropout."""
+    with torch.no_grad():
+        sums, counts = zip(*(reference_loss(weights, run, tokens, labels) for tokens, labels in batches))
+    return float(sum(sums)) / sum(counts)
 
 
 def reference_loss(weights: Weights, run: Run, tokens: Tensor, labels: Tensor,

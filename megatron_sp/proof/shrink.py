@@ -1,255 +1,300 @@
 """Make a run small enough to prove on a few CPU processes, without changing which code it runs.
 
-What may shrink: widths, heads (by a common factor), layers per stage, sequence, microbatches, data
-parallelism. What stays: all other degrees, the number of stages, ratios of heads, and every switch. After
-each shrink the ``signature`` of the run, the list of decisions that pick a branch of the code, must be what
-it was. Pure arithmetic.
+Widths, heads, layers, the sequence, microbatches and data parallelism always shrink. The other degrees stay when one
+replica fits into the processes that may be used; else they shrink to the smallest ones of the same kind (``kinds``).
+Pure arithmetic.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_sp.config.resolve import resolve, with_vocab
 from megatron_sp.config.rules.checks import check_problems
-from megatron_sp.config.schema import Checkpoint, Data, Logging, Precision, Run, Schedule
+from megatron_sp.config.schema import Checkpoint, Data, Logging, Optimizer, Parallel, Precision, Run, Schedule
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.heads import HeadSplit
-from megatron_sp.layout.stages import stage_layers
+from megatron_sp.proof.kinds import COSTS, cost_of, head_kinds, kinds
 
 MOST_PROCESSES = 16
+#: Smaller degrees are chosen so that a proof needs no more than this, where that gives up nothing.
+PREFERRED_PROCESSES = 8
 #: Not a multiple of anything, so that the vocabulary has padding rows.
 VOCABULARY = 89
+#: Iterations that the schedule of a proof is made for; the proof itself trains for fewer.
+ITERATIONS = 8
+#: Warm-up in the first step, the peak in the second, decay from the third on.
+SCHEDULE = Schedule(lr=3e-3, min_lr=1e-3, lr_decay_style="cosine", lr_decay_iters=ITERATIONS, lr_warmup_iters=1,
+                    lr_warmup_init=1e-3)
+#: Random weights have larger gradients than this, so that clipping is active.
+CLIP = 0.1
+#: First dynamic loss scale of a proof in fp16: the default overflows in the first steps.
+LOSS_SCALE = 256.0
+AXES = {"tensor": "tp", "pipeline": "pp", "Ulysses": "ulysses", "ring": "ring"}
 
 
 class TooLargeError(ConfigError):
-    """A run that cannot be shrunk to what fits here."""
+    """A run that has no smaller form of its kind."""
 
 
 @dataclass(frozen=True)
 class Small:
-    """A run to prove, and what is different from the run that was asked for."""
+    """A run to prove, and what is different from the run that was asked for.
+
+    Attributes:
+        run: resolved, with vocabulary sizes; in fp64.
+        notes: sentences for the user.
+        half: the half precision that the run asked for; None for fp32.
+        lost: kinds of the run that this small run is not (keys of ``kinds``); empty in most cases.
+    """
 
     run: Run
     notes: list[str]
-
-
-def head_signature(run: Run) -> tuple[Any, ...]:
-    """How heads meet tp and Ulysses: replicated key/value heads, uneven splits, copies, unequal groups."""
-    model, parallel = run.model, run.parallel
-    found = []
-    for tp_rank in range(parallel.tp):
-        split = HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=parallel.tp, tp_rank=tp_rank,
-                             ulysses=parallel.ulysses)
-        sizes = {stop - start for start, stop in split.ulysses_query}
-        covered = [head for start, stop in split.ulysses_kv for head in range(start, stop)]
-        groups = [split.groups(rank) for rank in range(parallel.ulysses)]
-        even = [len(group) % (group[-1] + 1) == 0 and group == tuple(
-            i * (group[-1] + 1) // len(group) for i in range(len(group))) for group in groups]
-        found.append((split.kv_is_replicated_over_tp, len(sizes), len(covered) != len(set(covered)), tuple(even),
-                      model.num_query_groups == 1, model.num_query_groups == model.num_attention_heads))
-    return tuple(found)
-
-
-def signature(run: Run) -> dict[str, Any]:
-    """The decisions that sizes and degrees take about which code runs."""
-    model, parallel, train = run.model, run.parallel, run.train
-    counts = [len(layers) for layers in stage_layers(model, parallel)]
-    microbatches = train.global_batch_size // max(1, train.micro_batch_size * parallel.dp)
-    stages = len(counts)
-    shard = 1 if parallel.zero_stage == 0 else parallel.fsdp_size or parallel.fsdp
-    return {
-        "heads": head_signature(run), "stages": stages, "uneven stages": len(set(counts)) > 1,
-        "accumulation": microbatches > 1, "pipeline filled": microbatches >= stages,
-        "pipeline steady": microbatches > stages, "rounds": min(2, microbatches // parallel.pp),
-        "micro-batch above 1": train.micro_batch_size > 1, "data parallel": parallel.dp > 1,
-        # a sum of three terms has the same bits everywhere only if it is made in one order
-        "copies of sums": parallel.pp > 1 and not model.untie_embeddings_and_output_weights and parallel.fsdp > 2,
-        "sharded": shard > 1, "replicated": parallel.fsdp // shard > 1,
-        "memory": memory_signature(run), "partly rotated heads": model.rotary_percent < 1, "tail of learned positions":
-            model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > run.data.seq_length,
-    }
-
-
-def memory_signature(run: Run) -> tuple[bool, ...]:
-    """Whether there is more than one tile of tokens, more than one layer in a recomputed unit, and a rest."""
-    memory, tokens = run.memory, run.data.seq_length // run.parallel.sp
-    fewest = min(len(layers) for layers in stage_layers(run.model, run.parallel))
-    return (0 < memory.mlp_tile_size < tokens, 0 < memory.loss_tile_size < tokens, memory.recompute_num_layers > 1,
-            memory.recompute_method == "block" and memory.recompute_num_layers < fewest)
+    half: Precision | None = None
+    lost: tuple[str, ...] = ()
 
 
 def shrink(run: Run, most: int = MOST_PROCESSES) -> Small:
-    """The smallest run that still is this one.
+    """Return the smallest run of the same kind.
 
     Args:
-        run: resolved and checked, vocabulary open.
+        run: resolved and checked; the vocabulary may be open.
         most: processes that may be used.
 
     Raises:
-        TooLargeError: too many processes, or no smaller run with the same signature.
+        TooLargeError: no smaller run is of the same kind, even nearly.
     """
+    half = half_precision(run.precision)
     run, notes = _without_what_proof_cannot_keep(run)
-    wanted = signature(run)
-    base = _small_model(_small_heads(run, wanted), wanted)
-    per_replica = run.parallel.tp * run.parallel.pp * run.parallel.sp
-    if per_replica > most:
+    wanted = kinds(run)
+    best: Run | None = None
+    best_key: tuple[int, bool, int] | None = None
+    for degrees in _choices_of_degrees(run, most):
+        with_heads = _small_heads(_with_degrees(run, degrees), head_kinds(run))
+        if with_heads is None:
+            continue
+        base = _small_model(with_heads, run)
+        size = base.parallel.tp * base.parallel.pp * base.parallel.sp
+        for small in _candidates(base, run, min(most // size, run.parallel.dp)):
+            is_exact = degrees == _degrees(run.parallel)
+            key = (cost_of(_lost(small, wanted)), not is_exact and small.parallel.world_size > PREFERRED_PROCESSES,
+                   0 if is_exact else small.parallel.world_size)
+            if best_key is None or key < best_key:
+                best, best_key = small, key
+            if key[0] == 0:
+                break
+        if best_key is not None and best_key[:2] == (0, False):
+            break
+    if best is None:
         raise TooLargeError(
-            f"too large to prove here: one replica needs {per_replica} processes (tensor {run.parallel.tp} x pipeline "
-            f"{run.parallel.pp} x Ulysses {run.parallel.ulysses} x ring {run.parallel.ring}), and at most {most} are "
-            "used; prove a layout with smaller degrees of the same kind.")
-    for small in _candidates(base, most // per_replica):
-        if signature(small) == wanted:
-            return Small(small, notes + _changes(run, small))
-    if run.parallel.dp > 1 and run.parallel.sp > 1:  # states stay sharded over the sequence ranks
-        alone = shrink(_one_replica(run), most)
-        return Small(alone.run, [*notes, f"data parallelism is left out of this proof: {run.parallel.dp} -> 1 (two "
-                                         f"replicas would need {2 * per_replica} processes, {most} are allowed).",
-                                 *alone.notes])
-    raise TooLargeError(
-        f"too large to prove here: every smaller form of this run with at most {most} processes would run other code "
-        f"({per_replica} processes per replica, data parallel {run.parallel.dp}); prove a layout with smaller degrees "
-        "of the same kind.")
+            f"too large to prove here: no smaller form of this run with at most {most} processes keeps the rules that "
+            f"its flags must keep (tensor {run.parallel.tp} x pipeline {run.parallel.pp} x Ulysses "
+            f"{run.parallel.ulysses} x ring {run.parallel.ring}); prove a layout with smaller degrees.")
+    lost = _lost(best, wanted)
+    return Small(best, [*notes, *_changes(run, best), *_degree_notes(run, best, lost)], half, tuple(lost))
+
+
+def _lost(small: Run, wanted: dict[str, object]) -> list[str]:
+    return [name for name, value in kinds(small).items() if value != wanted[name]]
+
+
+# ---------------------------------------------------------------- what no proof keeps
 
 
 def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
-    """In fp32/fp64, without dropout, files and ramp-up: the notes say so."""
-    notes, parallel = [], replace(run.parallel, sequence_split=0, shared_memory=False,  # exchanges as on GPUs
+    """Return the run in fp64, on made-up documents, without ramp-up, and notes that say so.
+
+    Exchanges are made as on GPUs: through collectives, overlapped by groups of heads.
+    """
+    notes, parallel = [], replace(run.parallel, sequence_split=0, shared_memory=False,
                                   ulysses_overlap_groups=_overlap_on_gpus(run))
     if run.precision.dtype != "float32":
         if parallel.zero_stage == 0 and parallel.fsdp > 1:  # FSDP keeps the master weights: in shards of one rank
             parallel = replace(parallel, zero_stage=1, fsdp_size=1)
-        notes.append(f"{run.precision.dtype} is proven in float64: rounding would hide errors.")
-    model = run.model
-    if model.attention_dropout or model.hidden_dropout:
-        notes.append("dropout is set to 0: its masks differ between layouts on purpose.")
+        notes.append(f"{run.precision.dtype} is proven in float64, since rounding would hide errors; then compared "
+                     f"roughly in {run.precision.dtype}.")
     if run.train.rampup_batch_size or run.train.step_batch_size_schedule:
         notes.append("the final global batch size is proven, not its ramp-up.")
     run = replace(
-        run, precision=Precision(), checkpoint=Checkpoint(), logging=Logging(), schedule=Schedule(lr=run.schedule.lr),
-        parallel=parallel,
-        data=Data(seq_length=run.data.seq_length, mock_data=True, tokenizer_type="NullTokenizer"),
-        model=replace(model, attention_dropout=0.0, hidden_dropout=0.0, vocab_size=VOCABULARY, padded_vocab_size=0,
-                      make_vocab_size_divisible_by=8),
-        train=replace(run.train, rampup_batch_size=(), step_batch_size_schedule=(),
-                      decrease_batch_size_if_needed=False))
+        run, precision=Precision(), checkpoint=Checkpoint(), logging=Logging(), parallel=parallel, schedule=SCHEDULE,
+        optimizer=_visible(run.optimizer),
+        data=Data(seq_length=run.data.seq_length, mock_data=True, split="70,30,0", eod_mask_loss=True,
+                  tokenizer_type="NullTokenizer", num_workers=run.data.num_workers),
+        memory=replace(run.memory, attention_head_groups=min(2, run.memory.attention_head_groups)),
+        model=replace(run.model, vocab_size=VOCABULARY, padded_vocab_size=0, make_vocab_size_divisible_by=8),
+        train=replace(run.train, rampup_batch_size=(), step_batch_size_schedule=(), train_samples=0, train_tokens=0,
+                      train_iters=ITERATIONS, eval_iters=2, decrease_batch_size_if_needed=False))
     step = run.train.micro_batch_size * run.parallel.dp
     rounded = max(1, run.train.global_batch_size // step) * step
     return replace(run, train=replace(run.train, global_batch_size=rounded)), notes
 
 
+def _visible(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer with clipping that acts, decay that shows, and an epsilon that keeps Adam well conditioned.
+
+    Adam divides by gradients that may be nearly 0, where rounding differs between layouts.
+    """
+    return replace(optimizer, clip_grad=min(CLIP, optimizer.clip_grad), adam_eps=1e-4, weight_decay=0.1,
+                   start_weight_decay=0.1, end_weight_decay=0.1, weight_decay_incr_style="constant")
+
+
+def half_precision(precision: Precision) -> Precision | None:
+    """Return the half precision of a run as a proof trains in it; None for fp32."""
+    if precision.dtype == "float32":
+        return None
+    return replace(precision, initial_loss_scale=min(precision.initial_loss_scale, LOSS_SCALE))
+
+
 def _overlap_on_gpus(run: Run) -> int:
-    """Head groups of the Ulysses exchange where ``--ulysses-overlap-groups`` says nothing."""
+    """Return the head groups of the Ulysses exchange, as a GPU chooses them where the flag says nothing; at most 2."""
     parallel, model = run.parallel, run.model
     if parallel.ulysses_overlap_groups or parallel.ulysses == 1 or parallel.ring > 1 or run.train.compile or (
             run.memory.attention_head_groups > 1):
-        return parallel.ulysses_overlap_groups
+        return min(2, parallel.ulysses_overlap_groups)
     heads = HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=parallel.tp, ulysses=parallel.ulysses)
     return heads.free_groups(2)
 
 
-def _one_replica(run: Run) -> Run:
+# ---------------------------------------------------------------- degrees
+
+
+def _degrees(parallel: Parallel) -> tuple[int, ...]:
+    """tp, pp, ulysses, ring and stages per rank."""
+    return parallel.tp, parallel.pp, parallel.ulysses, parallel.ring, parallel.stages_per_rank
+
+
+def _choices_of_degrees(run: Run, most: int) -> Iterator[tuple[int, ...]]:
+    """Yield degrees (``_degrees``) whose replica fits: the run's own first, then smaller ones, fewest ranks first."""
+    own = _degrees(run.parallel)
+    options = [range(min(2, degree), min(degree, 4) + 1) for degree in own[:4]]
+    options.append(range(min(2, own[4]), min(2, own[4]) + 1))
+
+    def ranks(degrees: tuple[int, ...]) -> int:
+        tp, pp, ulysses, ring, _ = degrees
+        return tp * pp * ulysses * ring
+
+    if ranks(own) <= most:
+        yield own
+    smaller = [degrees for degrees in itertools.product(*options) if degrees != own and ranks(degrees) <= most]
+    yield from sorted(smaller, key=lambda degrees: (ranks(degrees), degrees))
+
+
+def _with_degrees(run: Run, degrees: tuple[int, ...]) -> Run:
+    """Return the run with these degrees and stages that are as uneven as before; its data parallelism stays."""
+    tp, pp, ulysses, ring, stages_per_rank = degrees
     parallel = run.parallel
-    world = parallel.world_size // parallel.dp
-    whole = parallel.fsdp_size in (0, parallel.fsdp)
-    one = replace(run, parallel=replace(parallel, world_size=world, fsdp_size=0 if whole else parallel.fsdp_size),
-                  train=replace(run.train, global_batch_size=run.train.global_batch_size // parallel.dp))
-    if not whole and parallel.sp % parallel.fsdp_size:
-        raise TooLargeError("too large to prove here: --fsdp-size spans replicas that would have to be left out; prove "
-                            "a layout with smaller degrees of the same kind.")
-    return resolve(one, world)
+    if degrees == _degrees(parallel):
+        return run
+    given, stages = parallel.pipeline_layers, pp * stages_per_rank
+    layers = (*given[:stages - 1], given[-1]) if given else ()
+    if given and len(set(given)) > 1 and len(set(layers)) == 1:
+        layers = (layers[0] + 1, *layers[1:])
+    parallel = replace(parallel, tp=tp, pp=pp, ulysses=ulysses, ring=ring, stages_per_rank=stages_per_rank,
+                       pipeline_layers=layers, world_size=tp * pp * ulysses * ring * parallel.dp,
+                       fsdp_size=0 if parallel.fsdp_size in (0, parallel.fsdp) else parallel.fsdp_size)
+    return replace(run, parallel=parallel)
+
+
+# ---------------------------------------------------------------- sizes
 
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(number, 0, -1) if number % divisor == 0]
 
 
-def _small_heads(run: Run, wanted: dict[str, Any]) -> Run:
-    """Heads divided by the largest factor that changes nothing."""
+def _head_counts(run: Run) -> Iterator[tuple[int, int]]:
+    """Yield query and key/value heads to try: in the model's ratio, smallest first, then in smaller ratios."""
+    model = run.model
+    ratio = model.num_attention_heads // model.num_query_groups
+    for factor in _divisors(model.num_query_groups):
+        yield model.num_attention_heads // factor, model.num_query_groups // factor
+    smaller = [(groups * share, groups) for groups in range(1, 13) for share in range(min(2, ratio), min(6, ratio) + 1)]
+    yield from sorted(smaller)
+
+
+def _small_heads(run: Run, wanted: object) -> Run | None:
+    """Return the run with the fewest heads of these ``head_kinds``; None when its degrees allow none."""
     model, parallel = run.model, run.parallel
     runs = max(1, parallel.ulysses_overlap_groups, run.memory.attention_head_groups)  # each has a head for each rank
-    for factor in _divisors(model.num_query_groups):
-        heads, groups = model.num_attention_heads // factor, model.num_query_groups // factor
-        if heads % parallel.tp or heads < parallel.tp * parallel.ulysses * runs:
-            continue
-        small = replace(run, model=replace(model, num_attention_heads=heads, num_query_groups=groups))
-        if head_signature(small) == wanted["heads"]:
-            return small
-    return run
+    possible = [(heads, groups) for heads, groups in _head_counts(run)
+                if heads % parallel.tp == 0 and heads >= parallel.tp * parallel.ulysses * runs]
+    small = [replace(run, model=replace(model, num_attention_heads=heads, num_query_groups=groups))
+             for heads, groups in possible]
+    return next((one for one in small if head_kinds(one) == wanted), small[-1] if small else None)
 
 
-def _small_model(run: Run, wanted: dict[str, Any]) -> Run:
-    """Narrow widths, few layers, a short sequence."""
-    model, parallel = run.model, run.parallel
-    width = next(width for width in (4, 8, 16, 32, 64, model.kv_channels)
-                 if int(width * model.rotary_percent) % 2 == 0 and int(width * model.rotary_percent) > 0)
-    if model.position_embedding_type != "rope":
-        width = 4
+def _small_model(run: Run, like: Run) -> Run:
+    """Return the run with narrow widths, few layers and a short sequence; it tiles and recomputes as ``like``."""
+    model, parallel, wanted = run.model, run.parallel, kinds(like)
+    width = 4
+    if model.position_embedding_type == "rope":     # pairs of channels are rotated
+        width = next(width for width in (4, 8, 16, 32, 64, model.kv_channels)
+                     if int(width * model.rotary_percent) % 2 == 0 and int(width * model.rotary_percent) > 0)
     hidden, unit = 32, 4 * parallel.tp
     ffn = max(unit, round(model.ffn_hidden_size / model.hidden_size * hidden / unit) * unit)
     tokens = parallel.sp * (2 if parallel.ring > 1 else 1) * (parallel.tp if parallel.megatron_sp else 1)
     length = tokens * max(1, -(-16 // tokens))
     tail = 8 if wanted["tail of learned positions"] else 0
     given, tile = run.memory, max(1, length // parallel.sp // 2)
-    mlp_tiled, loss_tiled, *_ = memory_signature(run)
-    memory = replace(given, mlp_tile_size=tile if mlp_tiled else given.mlp_tile_size,
-                     loss_tile_size=tile if loss_tiled else given.loss_tile_size,
-                     recompute_num_layers=_few_recomputed(run))
+    mlp_tiled, loss_tiled, several, rest = wanted["memory"]
+    recomputed = 1 if given.recompute_method == "block" else min(2, given.recompute_num_layers)
+    layers, each = _few_layers(run, 2 if several or rest else 1, is_uneven=wanted["uneven stages"])
     return replace(
-        run, memory=memory, data=replace(run.data, seq_length=length),
-        train=replace(run.train, train_iters=3, train_samples=0),
+        run, data=replace(run.data, seq_length=length),
+        memory=replace(given, mlp_tile_size=tile if mlp_tiled else given.mlp_tile_size,
+                       loss_tile_size=tile if loss_tiled else given.loss_tile_size, recompute_num_layers=recomputed),
         model=replace(model, hidden_size=hidden, kv_channels=min(width, model.kv_channels), ffn_hidden_size=ffn,
-                      num_layers=_few_layers(run), max_position_embeddings=length + tail),
-        parallel=replace(parallel, layers_per_virtual_stage=0, pipeline_layers=_few_layers_each(run)))
+                      num_layers=layers, max_position_embeddings=length + tail),
+        parallel=replace(parallel, layers_per_virtual_stage=0, pipeline_layers=each))
 
 
-def _few_recomputed(run: Run) -> int:
-    return 1 if run.memory.recompute_method == "block" else min(2, run.memory.recompute_num_layers)
+def _few_layers(run: Run, per_stage: int, is_uneven: bool) -> tuple[int, tuple[int, ...]]:
+    """Return a small number of layers, and those of each stage where the user gave them.
 
-
-def _layers_per_stage(run: Run) -> int:
-    """One, or two where recomputation makes units of several layers or leaves a rest."""
-    *_, several, rest = memory_signature(run)
-    return 2 if several or rest else 1
-
-
-def _few_layers(run: Run) -> int:
-    """Few layers a stage where stages are equal, and what is left over; without pipeline two."""
-    stages = run.parallel.pp * run.parallel.stages_per_rank
+    Args:
+        per_stage: layers of the smallest stage.
+        is_uneven: whether stages differ.
+    """
+    stages, given = run.parallel.pp * run.parallel.stages_per_rank, run.parallel.pipeline_layers
     if stages == 1:
-        return min(2, run.model.num_layers)
-    return sum(_few_layers_each(run)) or stages * _layers_per_stage(run) + run.model.num_layers % stages
+        return min(2, run.model.num_layers), ()
+    if given:  # what each stage has more than the smallest stays
+        each = tuple(count - min(given) + per_stage for count in given)
+        return sum(each), each
+    return stages * per_stage + is_uneven, ()
 
 
-def _few_layers_each(run: Run) -> tuple[int, ...]:
-    """What the user gave each stage, less what they have in common."""
-    given = run.parallel.pipeline_layers
-    return tuple(count - min(given) + _layers_per_stage(run) for count in given)
+# ---------------------------------------------------------------- replicas and samples
 
 
-def _candidates(run: Run, most_replicas: int) -> Iterator[Run]:
-    """The run on fewer replicas and with fewer samples, smallest first; only those the rules allow."""
-    parallel, train = run.parallel, run.train
+def _candidates(base: Run, like: Run, most_replicas: int) -> Iterator[Run]:
+    """Yield the run on few replicas with few samples, smallest first; only runs that all rules allow."""
+    parallel, train = base.parallel, base.train
     size = min(2, train.micro_batch_size)
-    number = train.global_batch_size // (train.micro_batch_size * parallel.dp)
-    whole = parallel.fsdp_size in (0, parallel.fsdp)
-    for dp in range(1, min(parallel.dp, most_replicas) + 1):
-        for shard in [0] if whole else _divisors(dp * parallel.sp):
-            for count in range(1, number + 1):
-                world = parallel.tp * parallel.pp * parallel.sp * dp
-                small = replace(run, parallel=replace(parallel, world_size=world, fsdp_size=shard),
+    number = train.global_batch_size // (train.micro_batch_size * like.parallel.dp)
+    for dp in range(1, min(4, most_replicas) + 1):
+        world = parallel.tp * parallel.pp * parallel.sp * dp
+        for shard in _shard_sizes(like.parallel, parallel.sp, dp):
+            for count in range(1, min(number, 4 * parallel.pp * parallel.stages_per_rank) + 1):
+                small = replace(base, parallel=replace(parallel, world_size=world, fsdp_size=shard),
                                 train=replace(train, micro_batch_size=size, global_batch_size=size * dp * count))
                 small = with_vocab(resolve(small, world), VOCABULARY)
                 if not check_problems(small):
                     yield small
-                if count > 4 * parallel.pp * parallel.stages_per_rank:  # nothing new comes with more
-                    break
+
+
+def _shard_sizes(like: Parallel, sp: int, dp: int) -> list[int]:
+    """Return the values of --fsdp-size to try: all ranks where ``like`` has that, else every divisor."""
+    return [0] if like.fsdp_size in (0, like.fsdp) else _divisors(sp * dp)
+
+
+# ---------------------------------------------------------------- notes
 
 
 def _changes(run: Run, small: Run) -> list[str]:
-    """One line about what was made smaller."""
+    """Return one line about the sizes that became smaller."""
     pairs = {
         "hidden": (run.model.hidden_size, small.model.hidden_size),
         "heads": (f"{run.model.num_attention_heads}/{run.model.num_query_groups}",
@@ -264,3 +309,21 @@ def _changes(run: Run, small: Run) -> list[str]:
     }
     changed = [f"{name} {before} -> {after}" for name, (before, after) in pairs.items() if before != after]
     return [f"made smaller: {', '.join(changed)}."] if changed else []
+
+
+def _degree_notes(run: Run, small: Run, lost: list[str]) -> list[str]:
+    """Return lines about the degrees that became smaller, and about what this proof leaves out."""
+    notes = []
+    before, after = run.parallel, small.parallel
+    changed = [f"{name} {getattr(before, axis)} -> {getattr(after, axis)}" for name, axis in AXES.items()
+               if getattr(before, axis) != getattr(after, axis)]
+    if before.stages_per_rank != after.stages_per_rank:
+        changed.append(f"stages per rank {before.stages_per_rank} -> {after.stages_per_rank}")
+    if changed:
+        notes.append(f"degrees made smaller, because one replica of {before.tp * before.pp * before.sp} ranks does not "
+                     f"fit here or a smaller one is of the same kind: {', '.join(changed)}. The smaller degrees run "
+                     "the same code.")
+    left_out = [COSTS[name][1] if name in COSTS else name for name in lost]
+    if left_out:
+        notes.append(f"not in this proof (it would need more processes): {'; '.join(left_out)}.")
+    return notes

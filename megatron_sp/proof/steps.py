@@ -1,29 +1,36 @@
-"""Training steps in any layout, with whole gradients and weights, and their comparison with the plain model's."""
+"""Training steps in any layout through the framework's own trainer, with whole gradients and weights.
+
+The steps are those of ``Trainer``: its data reader, its one reduction, loss scale, clipping, schedule and optimizer.
+Only logs and checkpoints are left out.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_sp.config.schema import Run
-from megatron_sp.data.batch import Microbatch
-from megatron_sp.data.sampler import GlobalBatchSampler
-from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
+from megatron_sp.proof.data import local_microbatches, read_from_memory
 from megatron_sp.proof.reference import Batch, Drop, Step, Weights, keep_all, reference_training
-from megatron_sp.train.forward_backward import build_engine
-from megatron_sp.train.optimizer import build_optimizer, clip_factor, clip_grad_norm, scale_gradients
+from megatron_sp.train.report.recorder import Recorder
+from megatron_sp.train.report.timers import Timers
+from megatron_sp.train.signals import StopSignals
+from megatron_sp.train.state import TrainState
+from megatron_sp.train.train_step import StepTotals, TrainStep
+from megatron_sp.train.trainer import Readers, Trainer
 
-# Gathering whole tensors is slow and meant to be: torch need not say so for every parameter.
+# torch warns for every parameter that gathering whole tensors is slow. A proof gathers them on purpose.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 #: Makes a model: ``build_model`` or, to prove that the proof works, something that goes wrong.
@@ -33,99 +40,108 @@ Build = Callable[..., nn.Module]
 FLOOR = 1e-3
 
 
-def batch(run: Run, masked: str = "nothing", seed: int = 7) -> Batch:
-    """A global batch of random tokens and their labels, each ``[B, s]`` int64.
+class SilentRecorder(Recorder):
+    """A recorder that writes nothing and keeps the losses of evaluations, by name of the data set."""
+
+    def __init__(self, run: Run, mesh: ParallelMesh, timers: Timers):
+        super().__init__(run, mesh.device, timers, start_iteration=0, is_writer=False)
+        self.losses: dict[str, float] = {}
+
+    def evaluation(self, losses: Mapping[str, float], *where: int) -> None:
+        """Keep the losses instead of writing them."""
+        self.losses |= losses
+
+
+@dataclass(frozen=True)
+class WatchedStep(TrainStep):
+    """The framework's training step, with an eye on the gradients that ``update`` is given.
+
+    Attributes:
+        look: called before each update with the totals of the step.
+    """
+
+    look: list[Callable[[StepTotals], None]] = field(default_factory=list)
+
+    def update(self, totals: StepTotals, scheduler_samples: float) -> float:
+        """Look at the gradients, then update as ``TrainStep`` does."""
+        for look in self.look:
+            look(totals)
+        return super().update(totals, scheduler_samples)
+
+
+def quiet_trainer(run: Run, step: TrainStep, readers: Readers, recorder: Recorder) -> Trainer:
+    """Return the framework's trainer at its first step; it catches no signals."""
+    return Trainer(run, step, readers, TrainState(), recorder, StopSignals(()), started=time.monotonic())
+
+
+def run_trainer(trainer: Trainer, count: int, *, details: bool = True) -> list[Step]:
+    """Make ``count`` training steps and return what they gave. Equal on every rank.
 
     Args:
-        masked: which labels are -100. ``nothing``; ``eod``: predictions from a token 0; ``late half``: the second
-            half of each sequence (whole shards at sp 2 and 4); ``a sample``: every second sequence; ``all but one``:
-            all labels but one; ``ragged``: a different number in each sequence, at random.
+        trainer: with a ``WatchedStep``.
+        details: also whole gradients, and whole weights after each step; else the weights of the last step only.
     """
-    size, length = run.train.global_batch_size, run.data.seq_length
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(0, run.model.vocab_size, (size, length + 1), generator=generator)
-    if masked == "eod":
-        text[torch.rand(text.shape, generator=generator) < 0.2] = 0
-    tokens, labels = text[:, :-1].clone(), text[:, 1:].clone()
-    hidden = torch.zeros(size, length, dtype=torch.bool)
-    if masked == "eod":
-        hidden = tokens == 0
-    elif masked == "late half":
-        hidden[:, length // 2:] = True
-    elif masked == "a sample":
-        hidden[1::2] = True
-    elif masked == "all but one":
-        hidden[:] = True
-        hidden[-1, length // 2 + 1] = False
-    elif masked == "ragged":
-        hidden = torch.rand(size, length, generator=generator) < torch.linspace(0.1, 0.9, size).unsqueeze(1)
-    else:
-        assert masked == "nothing", masked
-    return tokens, labels.masked_fill(hidden, -100)
+    run, model, mesh, watched = trainer.run, trainer.model, trainer.mesh, trainer.step
+    gradients: list[Weights] = []
 
+    def look(totals: StepTotals) -> None:
+        whole = whole_tensors(run, model, mesh, lambda parameter: parameter.grad)
+        gradients.append({name: gradient / totals.loss_scale for name, gradient in whole.items()})
 
-def local_microbatches(run: Run, mesh: ParallelMesh, tokens: Tensor, labels: Tensor) -> list[Microbatch]:
-    """This rank's share of a global batch."""
-    layout = SequenceLayout.of(run.parallel, run.data.seq_length)
-    positions = torch.from_numpy(np.asarray(layout.positions(mesh.rank("sp"))))  # [s/sp]
-    shares = GlobalBatchSampler.microbatches(0, len(tokens), run.train.micro_batch_size, mesh.rank("dp"),
-                                             mesh.size("dp"))
-    microbatches = []
-    for ids in shares:
-        mine = labels[ids][:, positions]
-        microbatches.append(Microbatch(
-            tokens=tokens[ids][:, positions], labels=mine, positions=positions.expand(len(ids), -1).contiguous(),
-            sample_ids=torch.tensor(ids), num_valid=int((mine != -100).sum())))
-    return microbatches
+    assert isinstance(watched, WatchedStep)
+    if details:
+        watched.look.append(look)
+    steps = []
+    for number in range(count):
+        report = trainer.train_step()
+        wanted = details or number == count - 1
+        after = whole_tensors(run, model, mesh, lambda parameter: parameter) if wanted else {}
+        steps.append(Step(report.lm_loss, report.grad_norm, gradients[-1] if details else {}, after,
+                          report.learning_rate))
+    return steps
 
 
 def train_in_layout(run: Run, weights: Weights, batches: Sequence[Batch], *, build: Build = build_model,
                     mesh: ParallelMesh | None = None, details: bool = True) -> list[Step]:
-    """On a rank: one training step per batch with the framework's model, in the type of ``weights``.
-
-    The learning rate stays at its peak. Equal on every rank.
+    """On a rank: make one training step for each batch with the framework's trainer. Equal on every rank.
 
     Args:
+        weights: to start from; their type is that of the stored parameters.
+        batches: see ``proof.data.batch``.
         build: makes the model; default: as every program does.
         mesh: of ``run.parallel``; default: made here.
-        details: also whole gradients, and whole weights after each step; else weights of the last step only.
+        details: see ``run_trainer``.
     """
     mesh = mesh or ParallelMesh.build(run.parallel)
     model = build(run, mesh, dtype=next(iter(weights.values())).dtype)
     load_full(model, weights)
-    engine, optimizer = build_engine(run, model, mesh), build_optimizer(run, model)
-    steps = []
-    for number, (tokens, labels) in enumerate(batches, start=1):
-        microbatches = local_microbatches(run, mesh, tokens, labels)
-        num_tokens = mesh.sum_over(torch.tensor(float(sum(m.num_valid for m in microbatches))), "fsdp")
-        loss = mesh.sum_over(engine.forward_backward(microbatches, num_tokens), "fsdp", "pp")
-        norm = clip_grad_norm(model, 0.0, mesh)
-        gradients = whole_tensors(run, model, mesh, lambda parameter: parameter.grad) if details else {}
-        scale_gradients(model, clip_factor(float(norm), run.optimizer.clip_grad))
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted = details or number == len(batches)
-        after = whole_tensors(run, model, mesh, lambda parameter: parameter) if wanted else {}
-        steps.append(Step(float(loss), float(norm), gradients, after))
-    return steps
+    timers = Timers()
+    with read_from_memory(run, mesh, batches) as reader:
+        trainer = quiet_trainer(run, WatchedStep.build(run, model, mesh, timers), Readers(reader),
+                                SilentRecorder(run, mesh, timers))
+        return run_trainer(trainer, len(batches), details=details)
 
 
 def step_in_layout(run: Run, weights: Weights, tokens: Tensor, labels: Tensor, *, build: Build = build_model,
                    mesh: ParallelMesh | None = None) -> Step:
-    """On a rank: forward and backward of one global batch, without an update. Equal on every rank."""
+    """On a rank: compute the gradients of one global batch (``[B, s]`` each), without an update. Equal on every rank.
+    """
     mesh = mesh or ParallelMesh.build(run.parallel)
     model = build(run, mesh, dtype=next(iter(weights.values())).dtype)
     load_full(model, weights)
-    microbatches = local_microbatches(run, mesh, tokens, labels)
-    num_tokens = mesh.sum_over(torch.tensor(float(sum(m.num_valid for m in microbatches))), "fsdp")
-    loss = mesh.sum_over(build_engine(run, model, mesh).forward_backward(microbatches, num_tokens), "fsdp", "pp")
-    norm = clip_grad_norm(model, 0.0, mesh)
-    return Step(float(loss), float(norm), whole_tensors(run, model, mesh, lambda parameter: parameter.grad))
+    step = TrainStep.build(run, model, mesh)
+    totals = step.compute_gradients(local_microbatches(run, mesh, tokens, labels))
+    gradients = whole_tensors(run, model, mesh, lambda parameter: parameter.grad)
+    return Step(totals.loss, totals.grad_norm,
+                {name: gradient / totals.loss_scale for name, gradient in gradients.items()})
 
 
 def whole_tensors(run: Run, model: nn.Module, mesh: ParallelMesh,
                   of: Callable[[nn.Parameter], Tensor | None]) -> Weights:
-    """``of`` every parameter in full, from all stages, by logical name; NaN where copies of a tied weight differ."""
+    """Return ``of`` every parameter in full, from all stages, by logical name; NaN where copies of it differ.
+
+    Copies are those of a tied weight on two stages, and those of a whole tensor on several ranks.
+    """
     mine = [(name, gather_full(name, of(parameter), run)) for name, parameter in named(model)]
     stages: list[list[tuple[str, Tensor]]] = [mine]
     if mesh.size("pp") > 1:
@@ -139,12 +155,12 @@ def whole_tensors(run: Run, model: nn.Module, mesh: ParallelMesh,
 
 
 def reference_step(run: Run, weights: Weights, tokens: Tensor, labels: Tensor, drop: Drop = keep_all) -> Step:
-    """The same step by the plain model."""
-    return reference_training(weights, run, [(tokens, labels)], drop)[0]
+    """Return the same step by the plain model."""
+    return reference_training(weights, run, [(tokens, labels)], lambda first: drop)[0]
 
 
 def differences(step: Step, expected: Step) -> dict[str, float]:
-    """Relative difference of the loss, the gradient norm and of every gradient (largest element).
+    """Return the relative difference of the loss, the gradient norm and of every gradient (largest element).
 
     A gradient of the wrong shape, a missing one and one too many count as infinitely different.
     """
@@ -154,7 +170,7 @@ def differences(step: Step, expected: Step) -> dict[str, float]:
 
 
 def tensor_differences(ours: Weights, theirs: Weights) -> dict[str, float]:
-    """Largest difference of each tensor over its largest element (or over ``FLOOR`` of the largest of all)."""
+    """Return each tensor's largest difference over its largest element, or over ``FLOOR`` of the largest of all."""
     largest = max(float(tensor.abs().max()) for tensor in theirs.values())
     found = {}
     for name in ours.keys() | theirs.keys():
@@ -168,12 +184,12 @@ def tensor_differences(ours: Weights, theirs: Weights) -> dict[str, float]:
 
 
 def _finite(difference: float) -> float:
-    """NaN counts as infinitely different."""
+    """Return the difference, infinity for NaN: no comparison would find NaN too large."""
     return difference if difference == difference else math.inf
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by their logical names: a second copy of the tied embedding has the first one's."""
+    """Yield parameters with their logical names: a second copy of the tied embedding has the first one's."""
     copy = model.tied.last if isinstance(model, Stages) and model.tied is not None else None
     for name, parameter in model.named_parameters():
         yield "embedding.word.weight" if parameter is copy else name, parameter
@@ -182,8 +198,8 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def load_full(model: nn.Module, weights: Weights) -> None:
     """Set every parameter to its part of a full tensor, whatever its sharding; padding rows become 0.
 
-    Which part a rank holds is found by writing numbers into the shards and gathering them, so that
-    no rule about the layout is repeated here.
+    Each rank writes numbers of its own into its shards and gathers the whole tensor. Where the whole tensor holds a
+    rank's number, there belongs the element of that shard. So no rule about the layout is needed here.
     """
     parameters = list(named(model))
     names = {name for name, _ in parameters}
@@ -207,7 +223,7 @@ def load_full(model: nn.Module, weights: Weights) -> None:
 
 
 def gather_full(name: str, tensor: Tensor | None, run: Run) -> Tensor:
-    """The parameter of this name or its gradient, in full, without the padding of the vocabulary.
+    """Return the parameter of this name or its gradient, in full, without the padding of the vocabulary.
 
     Raises:
         AssertionError: padding rows are not 0.

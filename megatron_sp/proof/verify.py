@@ -3,39 +3,78 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
 
 from megatron_sp.config.resolve import resolve
 from megatron_sp.config.rules.checks import check_problems
-from megatron_sp.config.schema import Memory, Parallel, Run
+from megatron_sp.config.schema import Memory, Parallel, Precision, Run, Schedule
+from megatron_sp.data.batch import BatchReader
 from megatron_sp.model.build import build_model
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.proof.data import whole_batches, write_documents
 from megatron_sp.proof.processes import ProcessesFailedError, run_processes
-from megatron_sp.proof.reference import random_weights, reference_training
-from megatron_sp.proof.steps import Build, batch, tensor_differences, train_in_layout
+from megatron_sp.proof.reference import (
+    Step,
+    Weights,
+    keyed_dropout,
+    random_weights,
+    reference_evaluation,
+    reference_training,
+)
+from megatron_sp.proof.steps import (
+    Build,
+    SilentRecorder,
+    WatchedStep,
+    load_full,
+    quiet_trainer,
+    run_trainer,
+    tensor_differences,
+)
+from megatron_sp.train.report.timers import Timers
+from megatron_sp.train.setup import build_readers, choose_tokenizer
+from megatron_sp.train.state import TrainState
 
-NUM_STEPS = 3
-#: In fp64. What follows an update may differ more: Adam divides by gradients that are nearly 0.
-TOLERANCE_FIRST, TOLERANCE_LATER = 1e-9, 1e-6
+#: Steps of the run's optimizer; the trainings after it are shorter.
+NUM_STEPS, FURTHER_STEPS = 3, 2
+#: In fp64.
+TOLERANCE = 1e-9
+#: In half precision: of losses and norms, of all gradients together, and of the change of all weights together.
+TOLERANCES_HALF = (3e-2, 0.1, 3e-2)
 TIMEOUT = 300.0
+#: A rate at which SGD changes weights visibly in one step: Adam hides constant factors of the gradient.
+SGD_RATE = 0.1
 
 
 @dataclass
 class StepDifferences:
-    """Relative differences of one step."""
+    """Relative differences of one step, the largest over all ranks.
 
-    loss: float
-    grad_norm: float
-    gradients: dict[str, float]  # before the update
-    weights: dict[str, float]  # after it
+    Attributes:
+        name: of the training that the step belongs to, and its number in it.
+        numbers: of the loss, the gradient norm, the learning rate; after the last step also of the evaluation.
+        gradients: before the update, by name.
+        weights: after it, by name.
+        limits: tolerances of the three, in this order.
+    """
 
-    def exceeding(self, is_first: bool) -> dict[str, float]:
-        """What is beyond the tolerance, by name."""
-        before = {"loss": self.loss, "gradient norm": self.grad_norm,
-                  **{f"gradient of {name}": value for name, value in self.gradients.items()}}
-        limit = TOLERANCE_FIRST if is_first else TOLERANCE_LATER
-        found = {name: value for name, value in before.items() if not value <= limit}
-        return found | {f"weight {name}": value for name, value in self.weights.items() if not value <= TOLERANCE_LATER}
+    name: str
+    numbers: dict[str, float]
+    gradients: dict[str, float]
+    weights: dict[str, float]
+    limits: tuple[float, float, float] = (TOLERANCE, TOLERANCE, TOLERANCE)
+
+    def exceeding(self) -> dict[str, float]:
+        """Return what is beyond its tolerance, by name."""
+        of_numbers, of_gradients, of_weights = self.limits
+        found = {name: value for name, value in self.numbers.items() if not value <= of_numbers}
+        found |= {f"gradient of {name}": value for name, value in self.gradients.items() if not value <= of_gradients}
+        return found | {f"weight {name}": value for name, value in self.weights.items() if not value <= of_weights}
 
 
 @dataclass
@@ -45,7 +84,7 @@ class Verdict:
     Attributes:
         steps: differences, step by step; empty when the layout did not run.
         error: why it did not run.
-        healed_by: changes of one axis that make the first step right.
+        healed_by: changes of one axis that make all steps right.
     """
 
     steps: list[StepDifferences] = field(default_factory=list)
@@ -54,54 +93,181 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return not self.error and not self.first_failure()[1]
+        return not self.error and bool(self.steps) and not self.first_failure()[1]
 
-    def first_failure(self) -> tuple[int, dict[str, float]]:
-        """The first step (from 1) with something beyond the tolerance, and what; 0 when there is none."""
-        for number, step in enumerate(self.steps, start=1):
-            if found := step.exceeding(number == 1):
-                return number, dict(sorted(found.items(), key=lambda item: -item[1]))
-        return 0, {}
+    def first_failure(self) -> tuple[str, dict[str, float]]:
+        """Return the name of the first step with something beyond the tolerance, and what, largest first."""
+        for step in self.steps:
+            if found := step.exceeding():
+                return step.name, dict(sorted(found.items(), key=lambda item: -item[1]))
+        return "", {}
 
 
-def compare_steps(run: Run, num_steps: int, build: Build) -> list[StepDifferences]:
-    """On a rank: train in the layout and plainly, in fp64 from the same random weights, and compare."""
-    weights = random_weights(run)
-    batches = [batch(run, "ragged", seed) for seed in range(num_steps)]
-    ours = train_in_layout(run, weights, batches, build=build)
-    import torch.distributed as dist
+# ---------------------------------------------------------------- on the ranks
 
-    if dist.get_rank() > 0:
-        return []
+
+@dataclass
+class Trained:
+    """What a training in the layout gave on one rank."""
+
+    steps: list[Step]
+    evaluation: float
+    train: BatchReader
+    valid: BatchReader
+
+
+def compare_trainings(run: Run, num_steps: int, build: Build, half: Precision | None) -> list[StepDifferences]:
+    """On a rank: train in the layout and plainly from the same random weights, and compare.
+
+    The optimizer of the run trains in fp64, then SGD does, then SGD in half precision where ``half`` is given. Every
+    rank compares what it holds; rank 0 returns the largest differences.
+    """
+    mesh, weights = ParallelMesh.build(run.parallel), random_weights(run)
+    sgd = replace(run, optimizer=replace(run.optimizer, optimizer="sgd"), schedule=_faster(run, SGD_RATE))
+    trainings = [(run.optimizer.optimizer, run), *([("sgd", sgd)] if run.optimizer.optimizer != "sgd" else [])]
     found = []
-    for mine, theirs in zip(ours, reference_training(weights, run, batches)):
-        loss, norm = (abs(a / b - 1) if math.isfinite(a) else math.inf
-                      for a, b in ((mine.loss, theirs.loss), (mine.grad_norm, theirs.grad_norm)))
-        found.append(StepDifferences(loss, norm, tensor_differences(mine.gradients, theirs.gradients),
-                                     tensor_differences(mine.weights, theirs.weights)))
+    with tempfile.TemporaryDirectory(prefix="proof_") as directory:
+        prefix = Path(directory) / "documents"
+        write_documents(run, prefix)
+        data = replace(run.data, mock_data=False, data_path=(str(prefix),))
+        for name, one in trainings:
+            one, steps = replace(one, data=data), num_steps if one is run else min(num_steps, FURTHER_STEPS)
+            ours = train(one, weights, steps, mesh, build)
+            found += differences_of(name, ours, expect(one, weights, ours))
+        if half is not None:
+            rounded = {name: weight.float() for name, weight in weights.items()}
+            exact, steps = replace(sgd, data=data), min(num_steps, FURTHER_STEPS)
+            ours = train(replace(exact, precision=half), rounded, steps, mesh, build)
+            expected = expect(exact, {name: weight.double() for name, weight in rounded.items()}, ours)
+            found += half_differences_of(half.dtype, rounded, ours, expected)
+    return _largest_over_ranks(found)
+
+
+def _faster(run: Run, rate: float) -> Schedule:
+    """Return the schedule of the run with another peak and everything else in proportion."""
+    schedule = run.schedule
+    factor = rate / schedule.lr
+    return replace(schedule, lr=rate, min_lr=schedule.min_lr * factor, lr_warmup_init=schedule.lr_warmup_init * factor)
+
+
+def train(run: Run, weights: Weights, num_steps: int, mesh: ParallelMesh, build: Build) -> Trained:
+    """Train through the framework's data sets, readers and trainer, and evaluate once at the end."""
+    model = build(run, mesh, dtype=next(iter(weights.values())).dtype)
+    load_full(model, weights)
+    timers = Timers()
+    recorder = SilentRecorder(run, mesh, timers)
+    readers = build_readers(run, choose_tokenizer(run), mesh, TrainState(), recorder)
+    assert readers.train is not None and readers.valid is not None
+    trainer = quiet_trainer(run, WatchedStep.build(run, model, mesh, timers), readers, recorder)
+    try:
+        steps = run_trainer(trainer, num_steps)
+        trainer.evaluate("valid")
+    finally:
+        for reader in readers.all():
+            reader.close()
+    return Trained(steps, recorder.losses["valid"], readers.train, readers.valid)
+
+
+def expect(run: Run, weights: Weights, ours: Trained) -> tuple[list[Step], float]:
+    """Return the plain model's steps and evaluation on the same samples; computed on rank 0, equal on every rank."""
+    box: list[tuple[list[Step], float] | None] = [None]
+    if dist.get_rank() == 0:
+        batches = whole_batches(run, ours.train.dataset, len(ours.steps))
+        steps = reference_training(weights, run, batches, partial(keyed_dropout, run))
+        held_out = whole_batches(run, ours.valid.dataset, run.train.eval_iters)
+        box = [(steps, reference_evaluation(steps[-1].weights, run, held_out))]
+    dist.broadcast_object_list(box)
+    assert box[0] is not None
+    return box[0]
+
+
+def _off(ours: float, theirs: float) -> float:
+    """Relative difference of two numbers; infinity where ours is not finite."""
+    return abs(ours - theirs) / max(abs(theirs), 1e-300) if math.isfinite(ours) else math.inf
+
+
+def _numbers(ours: Step, theirs: Step) -> dict[str, float]:
+    return {"loss": _off(ours.loss, theirs.loss), "gradient norm": _off(ours.grad_norm, theirs.grad_norm),
+            "learning rate": _off(ours.learning_rate, theirs.learning_rate)}
+
+
+def differences_of(name: str, ours: Trained, expected: tuple[list[Step], float]) -> list[StepDifferences]:
+    """Return the differences of each step of a training in fp64."""
+    found = [StepDifferences(f"{name} {number}", _numbers(mine, theirs),
+                             tensor_differences(mine.gradients, theirs.gradients),
+                             tensor_differences(mine.weights, theirs.weights))
+             for number, (mine, theirs) in enumerate(zip(ours.steps, expected[0], strict=True), start=1)]
+    found[-1].numbers["evaluation loss"] = _off(ours.evaluation, expected[1])
     return found
 
 
-def verify(run: Run, *, num_steps: int = NUM_STEPS, build: Build = build_model, diagnose: bool = True) -> Verdict:
+def half_differences_of(name: str, start: Weights, ours: Trained,
+                        expected: tuple[list[Step], float]) -> list[StepDifferences]:
+    """Return the differences of a training in half precision from the plain model in fp64.
+
+    Rounding makes single elements wrong, so all gradients are compared together, and so is the change of all weights
+    since the start: by the norm of the difference over the norm.
+    """
+    found = []
+    for number, (mine, theirs) in enumerate(zip(ours.steps, expected[0], strict=True), start=1):
+        change = [{name: weights[name].double() - start[name].double() for name in start}
+                  for weights in (mine.weights, theirs.weights)]
+        found.append(StepDifferences(
+            f"{name} {number}", _numbers(mine, theirs), {"all weights": _distance(mine.gradients, theirs.gradients)},
+            {"changes": _distance(*change)},
+            TOLERANCES_HALF))
+    found[-1].numbers["evaluation loss"] = _off(ours.evaluation, expected[1])
+    return found
+
+
+def _distance(ours: Weights, theirs: Weights) -> float:
+    """Norm of the difference of all tensors over the norm of theirs; infinity where it is not finite."""
+    squares = sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in theirs)
+    whole = sum(float(theirs[name].double().square().sum()) for name in theirs)
+    return math.sqrt(squares / whole) if math.isfinite(squares) else math.inf
+
+
+def _largest_over_ranks(found: Sequence[StepDifferences]) -> list[StepDifferences]:
+    """Return for each value the largest difference that any rank found."""
+    every: list[Sequence[StepDifferences]] = [()] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+
+    def largest(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+        return {name: max(part.get(name, math.inf) for part in parts) for name in parts[0].keys() | parts[-1].keys()}
+
+    return [replace(same[0], numbers=largest([step.numbers for step in same]),
+                    gradients=largest([step.gradients for step in same]),
+                    weights=largest([step.weights for step in same]))
+            for same in zip(*every, strict=True)]
+
+
+# ---------------------------------------------------------------- without a launcher
+
+
+def verify(run: Run, *, num_steps: int = NUM_STEPS, build: Build = build_model, diagnose: bool = True,
+           half: Precision | None = None) -> Verdict:
     """Prove a small run (see ``shrink``) on processes of this machine.
 
     Args:
+        num_steps: of the run's optimizer; other trainings have at most ``FURTHER_STEPS``.
         build: makes the model; default: as every program does.
         diagnose: on failure, run again with one axis reduced at a time.
+        half: train also in this half precision, and compare roughly.
     """
     try:
-        verdict = Verdict(run_processes(compare_steps, run.parallel.world_size, run, num_steps, build,
+        verdict = Verdict(run_processes(compare_trainings, run.parallel.world_size, run, num_steps, build, half,
                                         timeout=TIMEOUT))
     except ProcessesFailedError as error:
         verdict = Verdict(error=str(error))
     if diagnose and not verdict.passed:
+        steps = min(num_steps, 2)
         verdict.healed_by = [what for what, simpler in simplifications(run)
-                             if verify(simpler, num_steps=1, build=build, diagnose=False).passed]
+                             if verify(simpler, num_steps=steps, build=build, diagnose=False, half=half).passed]
     return verdict
 
 
 def simplifications(run: Run) -> Iterator[tuple[str, Run]]:
-    """The run with one axis at a time taken out, most special ones first; only those the rules allow."""
+    """Yield the run with one axis at a time taken out, most special ones first; only those the rules allow."""
     parallel, train = run.parallel, run.train
     plain_pipeline = dict(pipeline_schedule="", stages_per_rank=0, pipeline_layers=(), layers_per_virtual_stage=0)
     changes: list[tuple[str, bool, dict[str, object]]] = [

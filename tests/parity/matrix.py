@@ -2,7 +2,7 @@
 
 A layout is one value on each of the ``AXES``. ``allowed`` says which combinations exist; ``chosen`` picks a
 small number of them that together hold nearly every pair of values that can meet; ``sample`` draws any
-number of them.
+number of them. ``of_size`` makes layouts of one axis whose group has any size, such as 3, 7 or 12.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ AXES: dict[str, tuple[object, ...]] = {
     "masked": ("nothing", "eod", "late half", "ragged"), "exchange": ("memory", "sockets", "overlapped"),
 }
 EXCHANGE = {"memory": "", "sockets": " --no-shared-memory", "overlapped": " --ulysses-overlap-groups 2"}
+#: The flag of each axis that ``of_size`` takes; data parallelism is what is left.
+SIZED_AXES = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "ulysses": "--ulysses-size",
+              "ring": "--ring-size", "dp": ""}
+SIZES = (3, 4, 5, 6, 7, 8, 9, 10, 12)
 Layout = tuple[object, ...]
 Pair = tuple[tuple[int, object], ...]
 
@@ -117,11 +121,67 @@ def layout_of(seed: int) -> Layout:
 
 
 def sample(count: int, seed: int) -> list[Case]:
-    """``count`` different layouts at random."""
+    """Draw ``count`` different layouts at random.
+
+    A third of them, or 45 where that is more and at most half, have a group of 3 to 10 or 12 ranks on one axis: the 45
+    pairs of axis and size take turns.
+    """
     generator, found = random.Random(seed), dict[Layout, None]()
-    while len(found) < count:
+    pairs_of_axis_and_size = [(axis, size) for axis in SIZED_AXES for size in SIZES]
+    generator.shuffle(pairs_of_axis_and_size)
+    turns = itertools.cycle(pairs_of_axis_and_size)
+    sized = [of_size(*next(turns), generator) for _ in range(max(count // 3, min(len(SIZED_AXES) * len(SIZES),
+                                                                                 count // 2)))]
+    while len(found) < count - len(sized):
         found[draw(generator)] = None
-    return [case(layout) for layout in found]
+    return [*(case(layout) for layout in found), *sized]
+
+
+def of_size(axis: str, size: int, generator: random.Random) -> Case:
+    """Return a layout of ``size`` ranks on one axis, with a model that divides over them; the rest is random.
+
+    Ulysses ranks also get heads that do not divide over them, and tensor-parallel ranks key/value heads that do not.
+    """
+    at = {name: generator.choice(AXES[name]) for name in ("zero", "tied", "style", "masked", "exchange")}
+    heads, kv, layers, batch, words = 4, generator.choice((1, 2, 4)), 2, 4, [
+        f"{SIZED_AXES[axis]} {size}" if SIZED_AXES[axis] else ""]
+    if axis == "tp":
+        heads = size * generator.choice((1, 2))
+        kv = generator.choice([1, heads, size])
+        words += generator.choice(([], ["--sequence-parallel"]))
+    elif axis == "ulysses":
+        heads = generator.choice((size, size + 1, 2 * size))
+        kv = generator.choice((1, heads))
+    elif axis == "pp":
+        schedule = generator.choice(("1f1b", "zero-bubble", "zbv"))
+        stages = 2 if schedule == "zbv" else 1
+        layers, batch = size * stages + generator.choice((0, 1)), size
+        words.append(f"--pipeline-schedule {schedule} --num-virtual-stages-per-pipeline-rank {stages}")
+    elif axis == "dp":
+        batch = size * generator.choice((1, 2))
+        shards = [part for part in range(2, size) if size % part == 0]
+        if at["zero"] and shards and generator.random() < 0.5:
+            words.append(f"--fsdp-size {generator.choice(shards)}")
+    if axis in ("ulysses", "ring", "dp"):  # elsewhere there is nothing to exchange and nothing to shard
+        overlaps = axis == "ulysses" and heads >= 2 * size
+        words.append(EXCHANGE["sockets" if at["exchange"] == "overlapped" and not overlaps else str(at["exchange"])])
+        words.append(f"--zero-stage {at['zero']}")
+    style = STYLE[str(at["style"])].replace("48", str(12 * size)).replace("64", str(12 * size))
+    model = (f"{style} --hidden-size 32 --kv-channels 8 --num-attention-heads {heads} --num-key-value-heads {kv} "
+             f"--num-layers {layers} --seq-length {2 * size * (16 // size or 1)} --global-batch-size {batch} "
+             "--make-vocab-size-divisible-by 6")
+    model += "" if at["tied"] else " --untie-embeddings-and-output-weights"
+    about = ", ".join([f"{axis} {size}", *words[1:], str(at["style"]), f"{kv} of {heads} kv heads"])
+    return Case(f"{about}, {at['masked']} masked",
+                size, " ".join(words), "none", model, str(at["masked"]))
+
+
+@cache
+def chosen_of_size() -> tuple[Case, ...]:
+    """Return a few layouts whose groups are no powers of two, for every run of the tests."""
+    generator = random.Random(1)
+    return tuple(of_size(axis, size, generator) for axis, size in (
+        ("tp", 3), ("ring", 3), ("pp", 3), ("ulysses", 5), ("dp", 6), ("ulysses", 7)))
 
 
 def pairs(layout: Layout) -> Iterator[Pair]:

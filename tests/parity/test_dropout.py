@@ -11,8 +11,9 @@ from torch import Tensor
 from megatron_sp.model.attention.cores import AttentionCore, SDPACore, UnfusedCore
 from megatron_sp.model.attention.unfused import AttentionDropout
 from megatron_sp.parallel.random import Dropout
+from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import dropout_sites, keep_all, keyed_dropout, random_weights, reference_loss
-from megatron_sp.proof.steps import batch, differences, reference_step, step_in_layout
+from megatron_sp.proof.steps import differences, reference_step, step_in_layout
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks
 

@@ -11,8 +11,9 @@ from functools import lru_cache
 
 import pytest
 
+from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import random_weights
-from megatron_sp.proof.steps import Step, batch, differences, reference_step, step_in_layout
+from megatron_sp.proof.steps import Step, differences, reference_step, step_in_layout
 from tests.helpers.configs import Case
 from tests.helpers.spawn import run_ranks
 

@@ -9,6 +9,7 @@ processes: starting them is what costs time.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,19 +18,22 @@ import torch
 
 from megatron_sp.config.schema import Parallel, Run
 from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import Step, random_weights, reference_training
-from megatron_sp.proof.steps import batch, differences, step_in_layout, tensor_differences, train_in_layout
+from megatron_sp.proof.steps import differences, step_in_layout, tensor_differences, train_in_layout
 from tests.helpers.configs import Case
 from tests.helpers.spawn import run_ranks
 from tests.parity import matrix
 
 GRADIENTS, TRAINING = 1e-9, 1e-5  # tolerances
 STEPS = 3
-#: Layouts per set of processes.
+#: Layouts per set of processes, by number of ranks; else 2.
 PACK = {1: 4, 2: 5, 4: 5, 8: 3}
-OPTIMIZERS = {"sgd": dict(optimizer="sgd", sgd_momentum=0.9, weight_decay=0.1, clip_grad=0.5),
+#: A resolved run has the start and the end of the weight decay's course, too.
+DECAY = dict(weight_decay=0.1, start_weight_decay=0.1, end_weight_decay=0.1)
+OPTIMIZERS = {"sgd": dict(optimizer="sgd", sgd_momentum=0.9, clip_grad=0.5, **DECAY),
               # epsilon: with 1e-5 rounding of gradients near 0 becomes steps 1.7e-5 apart, where fp64 agrees to 1e-14
-              "adam": dict(optimizer="adam", adam_eps=1e-4, weight_decay=0.1, clip_grad=0.5)}
+              "adam": dict(optimizer="adam", adam_eps=1e-4, clip_grad=0.5, **DECAY)}
 LEARNING_RATE = {"sgd": 0.1, "adam": 3e-3}
 
 Expected = tuple[Step, dict[str, list[Step]]]
@@ -83,7 +87,7 @@ def packs(cases: Sequence[Case]) -> list[list[Case]]:
     found = []
     for world in sorted({case.world for case in cases}):
         same = [case for case in cases if case.world == world]
-        found += [same[start:start + PACK[world]] for start in range(0, len(same), PACK[world])]
+        found += [same[start:start + PACK.get(world, 2)] for start in range(0, len(same), PACK.get(world, 2))]
     return found
 
 
@@ -93,7 +97,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     count = metafunc.config.getoption("--long")
     cases = matrix.sample(count, metafunc.config.getoption("--long-seed")) if count else \
-        [matrix.case(layout) for layout in matrix.chosen()]
+        [*(matrix.case(layout) for layout in matrix.chosen()), *matrix.chosen_of_size()]
     found = packs(cases)
     metafunc.parametrize("pack", found, ids=[f"{pack[0].world} ranks, {index}" for index, pack in enumerate(found)])
 
@@ -115,6 +119,20 @@ def test_the_matrix_is_what_it_should_be() -> None:
     met = {pair for layout in layouts for pair in matrix.pairs(layout)}
     possible = {pair for layout in map(matrix.layout_of, range(3000)) for pair in matrix.pairs(layout)}
     assert len(possible - met) < 0.03 * len(possible), possible - met
+
+
+def test_groups_of_all_sizes_are_drawn() -> None:
+    """A long run has every group size on every axis; the default run has sizes that are no powers of two."""
+    for count in (100, 300):
+        drawn = [case.name.split(",")[0] for case in matrix.sample(count, seed=1)]
+        assert len(drawn) == count
+        for axis in ("tp", "pp", "ulysses", "ring", "dp"):
+            assert all(f"{axis} {size}" in drawn for size in (3, 4, 5, 6, 7, 8, 9, 10, 12)), axis
+    assert {3, 5, 6, 7} <= {case.world for case in matrix.chosen_of_size()}
+    generator = random.Random(0)
+    for axis in matrix.SIZED_AXES:
+        for size in matrix.SIZES:
+            assert matrix.of_size(axis, size, generator).run().parallel.world_size == size
 
 
 def test_different_numbers_are_seen() -> None:

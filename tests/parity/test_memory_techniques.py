@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import Step, random_weights
-from megatron_sp.proof.steps import batch, differences, reference_step, step_in_layout
+from megatron_sp.proof.steps import differences, reference_step, step_in_layout
 from tests.helpers.configs import Case
 from tests.helpers.spawn import run_ranks
 

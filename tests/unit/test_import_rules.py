@@ -43,7 +43,8 @@ MAY_IMPORT = {
     "checkpoint": ("errors", "config", "parallel.mesh", "model", "checkpoint"),
     "proof": ("errors", "runtime", "config", "layout", "parallel", "data", "model", "train", "proof"),
     "proof.reference": ("config.schema", "parallel.random"),
-    "proof.shrink": ("errors", "config", "layout"),
+    "proof.kinds": ("config.schema", "layout"),
+    "proof.shrink": ("errors", "config", "layout", "proof.kinds"),
     "train": ("errors", "runtime", "config", "layout", "plan", "parallel", "data", "model", "checkpoint", "train",
               "progress"),
 }

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_sp.errors import ConfigError
+from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import random_weights
-from megatron_sp.proof.steps import batch, step_in_layout
+from megatron_sp.proof.steps import step_in_layout
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks
 

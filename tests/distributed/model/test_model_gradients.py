@@ -17,8 +17,9 @@ from megatron_sp.model.gpt import GPT
 from megatron_sp.model.rotary import rotation
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import TensorRegion
+from megatron_sp.proof.data import batch, local_microbatches
 from megatron_sp.proof.reference import Weights, random_weights, reference_block, reference_logits, weight_shapes
-from megatron_sp.proof.steps import batch, gather_full, load_full, local_microbatches
+from megatron_sp.proof.steps import gather_full, load_full
 from tests.helpers.configs import Case
 from tests.helpers.spawn import run_ranks
 

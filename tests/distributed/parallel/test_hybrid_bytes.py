@@ -11,7 +11,7 @@ from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.ring import RingAttention
 from megatron_sp.parallel.ulysses import UlyssesAttention
-from megatron_sp.proof.steps import batch, local_microbatches
+from megatron_sp.proof.data import batch, local_microbatches
 from megatron_sp.train.forward_backward import build_engine
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks

@@ -16,8 +16,9 @@ from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.sequence import match_heads, overlapped_ulysses
 from megatron_sp.parallel.ulysses import UlyssesAttention, UlyssesExchange
 from megatron_sp.parallel.ulysses_overlap import OverlappedUlysses
+from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import random_weights
-from megatron_sp.proof.steps import batch, step_in_layout
+from megatron_sp.proof.steps import step_in_layout
 from tests.distributed.parallel.test_ulysses import TOKENS, WIDTH
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import RunRanks

@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_sp.data.indexed_dataset import IndexedDatasetBuilder
+from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import Weights, random_weights
-from megatron_sp.proof.steps import batch, step_in_layout
+from megatron_sp.proof.steps import step_in_layout
 from tests.distributed.train.test_overfit import ROOT, train_on_data
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks

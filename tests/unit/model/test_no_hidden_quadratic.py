@@ -131,7 +131,7 @@ def _available() -> int:
 def resident_memory_over_steps(steps: int) -> list[int]:
     """On a rank: bytes resident after every tenth step of a tiny model, from the fiftieth on."""
     from megatron_sp.model.build import build_model
-    from megatron_sp.proof.steps import batch, local_microbatches
+    from megatron_sp.proof.data import batch, local_microbatches
     from megatron_sp.train.forward_backward import build_engine
     from megatron_sp.train.optimizer import build_optimizer, clip_grad_norm
     from tests.helpers.configs import Case

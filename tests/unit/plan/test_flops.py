@@ -7,8 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_sp.config.schema import Model
 from megatron_sp.plan.flops import Repeats, SequenceFlops, repeats_of, sequence_flops
+from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import random_weights
-from megatron_sp.proof.steps import batch, step_in_layout
+from megatron_sp.proof.steps import step_in_layout
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.trace import fake_world
 

@@ -8,7 +8,8 @@ from megatron_sp.config.load import load_run
 from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.sharding import uses_fsdp
-from megatron_sp.proof.shrink import MOST_PROCESSES, TooLargeError, shrink, signature
+from megatron_sp.proof.kinds import head_kinds, kinds
+from megatron_sp.proof.shrink import MOST_PROCESSES, PREFERRED_PROCESSES, shrink
 
 BASE = ("--seq-length 8192 --lr 1e-4 --mock-data --vocab-size 32000 --attention-dropout 0 "
         "--hidden-dropout 0 --num-layers 24 --hidden-size 4096")
@@ -47,7 +48,7 @@ def test_small_runs_are_the_same_run(world: int, flags: str) -> None:
     run = run_of(flags, world)
     small = shrink(run).run
     assert not check_problems(small)
-    assert signature(small) == signature(run)
+    assert kinds(small) == kinds(run)
     assert small.parallel.world_size <= MOST_PROCESSES and small.model.hidden_size <= 64
     for axis in ("tp", "pp", "ulysses", "ring", "stages_per_rank", "zero_stage", "pipeline_schedule", "megatron_sp"):
         assert getattr(small.parallel, axis) == getattr(run.parallel, axis)
@@ -56,19 +57,55 @@ def test_small_runs_are_the_same_run(world: int, flags: str) -> None:
     assert small.memory.recompute_granularity == run.memory.recompute_granularity
 
 
-def test_data_parallelism_goes_first_and_is_mentioned() -> None:
-    small = shrink(run_of(f"{HEADS} --ulysses-size 8 --ring-size 2 --zero-stage 2 --global-batch-size 8", 128))
-    assert small.run.parallel.dp == 1 and small.run.parallel.world_size == 16
-    assert any("data parallelism is left out" in note for note in small.notes)
+LLAMA_70B = ("--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
+             "--num-key-value-heads 8 --swiglu --normalization RMSNorm --position-embedding-type rope "
+             "--disable-bias-linear --untie-embeddings-and-output-weights --seq-length 131072 --bf16 --zero-stage 1")
 
 
-@pytest.mark.parametrize(("world", "flags"), [
-    (32, f"{HEADS} --ulysses-size 8 --pipeline-model-parallel-size 4"),
-    (32, f"{HEADS} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --global-batch-size 8"),
+@pytest.mark.parametrize(("world", "flags", "degrees", "left_out"), [
+    # tp, pp, ulysses, ring, dp of the small run; what it does not prove
+    (128, f"{LLAMA_70B} --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
+          "--ulysses-size 4 --global-batch-size 32", (2, 3, 2, 1, 1), ""),
+    (1024, f"{LLAMA_70B} --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8 "
+           "--ring-size 4 --num-layers-per-virtual-pipeline-stage 5 --global-batch-size 512", (2, 2, 1, 2, 2),
+     "a ring of more than two ranks"),
+    (1024, f"{LLAMA_70B} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --ulysses-size 2 "
+           "--ring-size 4 --global-batch-size 512", (2, 2, 2, 2, 1), "data parallelism"),
+    # A ring of two would send to the rank that it receives from.
+    (128, f"{HEADS} --ulysses-size 8 --ring-size 16 --zero-stage 3", (1, 1, 2, 3, 1), ""),
+    # Shards within a sequence, copies across.
+    (64, f"{HEADS} --ulysses-size 8 --ring-size 4 --zero-stage 3 --fsdp-size 32 --global-batch-size 64",
+     (1, 1, 2, 3, 2), ""),
+    # Key/value heads whose weights are whole on every rank, because tensor parallelism does not divide them.
+    (64, "--num-attention-heads 64 --num-key-value-heads 4 --tensor-model-parallel-size 16 --ulysses-size 4",
+     (2, 1, 3, 1, 1), ""),
+    # Uneven heads stay uneven: 32 heads over 3 and more ranks.
+    (24, f"{HEADS} --ulysses-size 24 --seq-length 8184", (1, 1, 3, 1, 1), ""),
+    # The gradient of the tied embedding stays a sum over more than two ranks.
+    (32, f"{HEADS} --ulysses-size 8 --pipeline-model-parallel-size 4", (1, 3, 3, 1, 1), ""),
+    (64, f"{HEADS} --ulysses-size 8 --pipeline-model-parallel-size 4 --pipeline-schedule zbv --num-layers 80 "
+         "--global-batch-size 64", (1, 2, 2, 1, 2), ""),
+    (64, f"{HEADS} --pipeline-model-parallel-size 32 --num-layers 43 --pipeline-layers {'1 ' * 31} 12 "
+         "--ulysses-size 2 --global-batch-size 64", (1, 3, 2, 1, 1), ""),
 ])
-def test_too_large(world: int, flags: str) -> None:
-    with pytest.raises(TooLargeError, match="too large to prove here"):
-        shrink(run_of(flags, world))
+def test_large_degrees_shrink_to_small_ones_of_the_same_kind(world: int, flags: str, degrees: tuple[int, ...],
+                                                             left_out: str) -> None:
+    run = run_of(flags, world)
+    small = shrink(run)
+    parallel = small.run.parallel
+    assert (parallel.tp, parallel.pp, parallel.ulysses, parallel.ring, parallel.dp) == degrees
+    assert parallel.world_size <= MOST_PROCESSES and not check_problems(small.run)
+    text = " ".join(small.notes)
+    assert "degrees made smaller" in text and (left_out in text if left_out else not small.lost)
+    assert head_kinds(small.run) == head_kinds(run)
+    for switch in ("zero_stage", "pipeline_schedule", "megatron_sp"):
+        assert getattr(parallel, switch) == getattr(run.parallel, switch)
+
+
+def test_degrees_stay_while_they_fit() -> None:
+    """The proof of a layout that fits is the proof of that layout."""
+    small = shrink(run_of(f"{HEADS} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2", 16)).run.parallel
+    assert (small.tp, small.pp, small.world_size) == (8, 2, 16) and small.world_size > PREFERRED_PROCESSES
 
 
 def test_what_runs_on_gpus_is_proven() -> None:

@@ -1,0 +1,134 @@
+"""Tokens for a proof: random samples in memory, or token files of random documents; and whole batches of them.
+
+A prediction has no loss where its input is the end-of-document token, as under ``--eod-mask-loss``. So every mask is
+made by placing that token, and the framework's own data reader computes the labels of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_sp.config.schema import Run
+from megatron_sp.data.batch import BatchReader, Microbatch
+from megatron_sp.data.gpt_dataset import Dataset
+from megatron_sp.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from megatron_sp.layout.tokens import SequenceLayout
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.proof.reference import Batch
+
+#: Label without loss.
+IGNORED = -100
+#: End-of-document token of ``batch``.
+END = 0
+DOCUMENTS = 60
+
+
+def batch(run: Run, masked: str = "nothing", seed: int = 7) -> Batch:
+    """Return a global batch of random tokens and their labels, each ``[B, s]`` int64.
+
+    Args:
+        masked: which labels are -100, because their input is the token 0. ``nothing``; ``eod``: a fifth of them;
+            ``late half``: the second half of each sequence (whole shards at sp 2 and 4); ``a sample``: every second
+            sequence; ``all but one``: all labels but one; ``ragged``: a different number in each sequence, at random.
+    """
+    size, length = run.train.global_batch_size, run.data.seq_length
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(0 if masked == "nothing" else 1, run.model.vocab_size, (size, length + 1), generator=generator)
+    hidden = torch.zeros(size, length, dtype=torch.bool)
+    if masked == "eod":
+        hidden = torch.rand(size, length, generator=generator) < 0.2
+    elif masked == "late half":
+        hidden[:, length // 2:] = True
+    elif masked == "a sample":
+        hidden[1::2] = True
+    elif masked == "all but one":
+        hidden[:] = True
+        hidden[-1, length // 2 + 1] = False
+    elif masked == "ragged":
+        hidden = torch.rand(size, length, generator=generator) < torch.linspace(0.1, 0.9, size).unsqueeze(1)
+    else:
+        assert masked == "nothing", masked
+    text[:, :-1][hidden] = END
+    return inputs_and_labels(text, None if masked == "nothing" else END)
+
+
+def inputs_and_labels(text: Tensor, end: int | None) -> Batch:
+    """Return the inputs of ``[B, s+1]`` tokens and the labels, each ``[B, s]``: -100 where the input is ``end``."""
+    tokens, labels = text[:, :-1].clone(), text[:, 1:].clone()
+    return tokens, labels if end is None else labels.masked_fill(tokens == end, IGNORED)
+
+
+class TokenSet:
+    """Samples in memory, in the form that the data reader reads.
+
+    Args:
+        batches: tokens and labels as ``batch`` makes them, each ``[B, s]``; the samples follow one another.
+
+    Attributes:
+        masks: whether predictions made from the token 0 have no loss.
+    """
+
+    def __init__(self, batches: Sequence[Batch]):
+        tokens, labels = (torch.cat(parts) for parts in zip(*batches))
+        self.masks = bool((labels == IGNORED).any())
+        last = labels[:, -1:].clamp(min=END)  # nobody reads a last label that is masked
+        self.text = torch.cat((tokens, last), dim=1).numpy()  # [samples, s + 1]
+        again = inputs_and_labels(torch.from_numpy(self.text), END if self.masks else None)[1]
+        assert torch.equal(again, labels), "labels that no text with masked end-of-document tokens has"
+        self.seq_length = tokens.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def window(self, sample: int, start: int, stop: int) -> np.ndarray:
+        """Return tokens ``[start, stop)`` of a sample, int64."""
+        return self.text[sample, start:stop]
+
+    def describe(self) -> str:
+        return f"{len(self)} samples in memory"
+
+
+def read_from_memory(run: Run, mesh: ParallelMesh, batches: Sequence[Batch]) -> BatchReader:
+    """Return the framework's data reader of this rank over batches in memory."""
+    samples = TokenSet(batches)
+    layout = SequenceLayout.of(run.parallel, run.data.seq_length)
+    return BatchReader(samples, layout, mesh.rank("sp"), mesh.rank("dp"), mesh.size("dp"), END, samples.masks)
+
+
+def local_microbatches(run: Run, mesh: ParallelMesh, tokens: Tensor, labels: Tensor) -> list[Microbatch]:
+    """Return this rank's microbatches of a global batch, ``[B, s]`` each, through the framework's data reader."""
+    return read_from_memory(run, mesh, [(tokens, labels)]).read(0, len(tokens), run.train.micro_batch_size)
+
+
+def write_documents(run: Run, prefix: Path, seed: int = 0) -> None:
+    """Write a token set of random documents, some shorter and some longer than a sequence.
+
+    Each ends in the end-of-document token, and has a number of them inside that differs from document to document, so
+    that samples and shards differ in their number of valid labels.
+    """
+    random = np.random.default_rng(seed)
+    end = run.model.vocab_size - 1
+    with IndexedDatasetBuilder(prefix, best_dtype(run.model.vocab_size)) as builder:
+        for _ in range(DOCUMENTS):
+            tokens = random.integers(0, end, size=random.integers(2, 3 * run.data.seq_length))
+            tokens[random.random(len(tokens)) < random.uniform(0, 0.6)] = end
+            tokens[-1] = end
+            builder.add_document(tokens)
+        builder.finalize()
+
+
+def whole_batches(run: Run, dataset: Dataset, count: int) -> list[Batch]:
+    """Return the first global batches of a data set, whole, for the plain model.
+
+    Labels are made from whole sequences here, not by the data reader.
+    """
+    size, end = run.train.global_batch_size, run.model.vocab_size - 1
+    text = [torch.from_numpy(np.stack([dataset.window(sample, 0, run.data.seq_length + 1).astype(np.int64)
+                                       for sample in range(start, start + size)]))
+            for start in range(0, count * size, size)]
+    return [inputs_and_labels(rows, end if run.data.eod_mask_loss else None) for rows in text]

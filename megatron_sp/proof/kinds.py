@@ -1,0 +1,99 @@
+"""What kind of run a configuration describes: every decision that sizes and degrees take about which code runs.
+
+Two runs of the same kind take the same branches. ``shrink`` makes a run small and compares its kinds with those of the
+run it came from: a kind that differs is a branch that the small run does not prove. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_sp.config.schema import Run
+from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.layout.schedules import SCHEDULES
+from megatron_sp.layout.stages import stage_layers
+
+#: For each kind: what giving it up costs (higher: a small run gives up others first), and its name for users.
+COSTS: dict[str, tuple[int, str]] = {
+    "data parallel": (2, "data parallelism; weights and optimizer states are sharded over the sequence ranks only"),
+    "copies of sums": (1, "a tied embedding whose gradient is a sum over more than two ranks"),
+    "ring above two": (3, "a ring of more than two ranks, in which the next and the previous rank differ"),
+    "inner pipeline rank": (3, "a pipeline rank that holds neither the first nor the last stage"),
+    "inner stage": (3, "a pipeline stage without embedding and loss"),
+    "rounds": (2, "more microbatches than pipeline ranks"),
+    "pipeline steady": (2, "a pipeline that alternates forward and backward of different microbatches"),
+    "pipeline filled": (2, "as many microbatches as pipeline stages"),
+    "shards within a sequence": (4, "whether the ranks of a shard group share one sequence"),
+    "replicated": (5, "copies of the shards (hybrid sharding)"),
+    "sharded": (20, "sharding of the model states"),
+    "heads": (8, "the way the heads meet tensor parallelism and Ulysses"),
+}
+#: Of every kind that the table does not name.
+OTHER_COST = 20
+
+
+def kinds(run: Run) -> dict[str, Any]:
+    """Return the decisions that the sizes and degrees of a resolved run take, by name."""
+    model, parallel, train = run.model, run.parallel, run.train
+    counts = [len(layers) for layers in stage_layers(model, parallel)]
+    stages = len(counts)
+    microbatches = train.global_batch_size // max(1, train.micro_batch_size * parallel.dp)
+    shard = 1 if parallel.zero_stage == 0 else parallel.fsdp_size or parallel.fsdp
+    is_v_shaped = parallel.pp > 1 and SCHEDULES[parallel.pipeline_schedule].is_v_shaped
+    return {
+        "axes": (parallel.tp > 1, parallel.pp > 1, parallel.ulysses > 1, parallel.ring > 1),
+        "heads": head_kinds(run), "ring above two": parallel.ring > 2,
+        "stages per rank": min(2, parallel.stages_per_rank), "uneven stages": len(set(counts)) > 1,
+        "inner stage": stages > 2, "inner pipeline rank": parallel.pp > (1 if is_v_shaped else 2),
+        "accumulation": microbatches > 1, "pipeline filled": microbatches >= stages,
+        "pipeline steady": microbatches > stages, "rounds": min(2, microbatches // parallel.pp),
+        "micro-batch above 1": train.micro_batch_size > 1, "data parallel": parallel.dp > 1,
+        # A sum of three terms has the same bits everywhere only if every rank adds them in the same order.
+        "copies of sums": parallel.pp > 1 and not model.untie_embeddings_and_output_weights and parallel.fsdp > 2,
+        "sharded": shard > 1, "replicated": parallel.fsdp // shard > 1,
+        "shards within a sequence": 1 < shard <= parallel.sp,
+        "memory": memory_kinds(run), "partly rotated heads": model.rotary_percent < 1,
+        "tail of learned positions":
+            model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > run.data.seq_length,
+    }
+
+
+def head_kinds(run: Run) -> frozenset[tuple[Any, ...]]:
+    """Return how query and key/value heads meet tensor parallelism and Ulysses, over all tensor-parallel ranks.
+
+    Of each rank: whether key/value weights are whole on every rank; whether Ulysses ranks have different numbers of
+    query heads; whether a key/value head goes to several of them; whether the query heads of each fall into equal
+    groups. Of the model: multi-query, multi-head or grouped. And whether tensor-parallel ranks use different key/value
+    heads, so that a rank with its neighbour's heads computes something else.
+    """
+    model, parallel = run.model, run.parallel
+    splits = [HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=parallel.tp, tp_rank=rank,
+                           ulysses=parallel.ulysses) for rank in range(parallel.tp)]
+    differ = len({split.kv for split in splits}) > 1
+    found = set()
+    for split in splits:
+        sizes = {stop - start for start, stop in split.ulysses_query}
+        sent = [head for start, stop in split.ulysses_kv for head in range(start, stop)]
+        even = {_are_equal_groups(split.groups(rank)) for rank in range(parallel.ulysses)}
+        found.add((split.kv_is_replicated_over_tp, len(sizes), len(sent) != len(set(sent)), tuple(sorted(even)),
+                   model.num_query_groups == 1, model.num_query_groups == model.num_attention_heads, differ))
+    return frozenset(found)
+
+
+def _are_equal_groups(groups: tuple[int, ...]) -> bool:
+    """Whether query heads with these key/value heads form equal groups in order."""
+    num_kv = groups[-1] + 1
+    return len(groups) % num_kv == 0 and groups == tuple(i * num_kv // len(groups) for i in range(len(groups)))
+
+
+def memory_kinds(run: Run) -> tuple[bool, ...]:
+    """Return whether there is more than one tile of tokens, more than one layer in a recomputed unit, and a rest."""
+    memory, tokens = run.memory, run.data.seq_length // run.parallel.sp
+    fewest = min(len(layers) for layers in stage_layers(run.model, run.parallel))
+    return (0 < memory.mlp_tile_size < tokens, 0 < memory.loss_tile_size < tokens, memory.recompute_num_layers > 1,
+            memory.recompute_method == "block" and memory.recompute_num_layers < fewest)
+
+
+def cost_of(lost: list[str]) -> int:
+    """Return how much of a proof is missing without these kinds."""
+    return sum(COSTS[name][0] if name in COSTS else OTHER_COST for name in lost)

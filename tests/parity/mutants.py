@@ -1,0 +1,136 @@
+"""Single-line faults in a copy of the package, each with a layout in which the proof must see it.
+
+A mutant is a piece of one source line and what stands there instead. ``seen_in`` lists what the proof then finds
+wrong: so that a fault is caught for its own reason, not because the copy does not run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_sp"
+
+#: The model of all mutants: real sizes, which the proof makes small.
+MODEL = ("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-key-value-heads 4 --seq-length 4096 "
+         "--global-batch-size 64 --train-iters 10 --lr 1e-4 --mock-data --vocab-size 32000 --swiglu --normalization "
+         "RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0")
+TP2, U2, PP2 = "--tensor-model-parallel-size 2", "--ulysses-size 2", "--pipeline-model-parallel-size 2"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Attributes:
+        file: within the package.
+        right: a piece of a line that occurs once in the file.
+        wrong: what stands there in the mutant.
+        world: processes.
+        flags: the layout, added to ``MODEL``.
+        seen_in: a piece of the name of a value that the proof must find wrong; "" where the mutant does not run.
+    """
+
+    file: str
+    right: str
+    wrong: str
+    world: int
+    flags: str
+    seen_in: str
+
+    def write(self, directory: Path) -> None:
+        """Copy the package into a directory, with the fault."""
+        shutil.copytree(PACKAGE, directory / "megatron_sp", ignore=shutil.ignore_patterns("__pycache__"))
+        path = directory / "megatron_sp" / self.file
+        text = path.read_text()
+        assert text.count(self.right) == 1, f"{self.file} does not have one {self.right!r}: update MUTANTS"
+        path.write_text(text.replace(self.right, self.wrong))
+
+
+#: Reader, trainer and optimizer; exchanges and sums; heads; dropout and precision.
+MUTANTS = {
+    "label at the end of a shard": Mutant(
+        "data/batch.py", "window[:-1], window[1:]", "window[:-1], np.append(window[1:-1], window[0])", 2, U2, "loss"),
+    "positions of the first rank on all": Mutant(
+        "data/batch.py", "layout.positions(sp_rank)", "layout.positions(0)", 2, U2, "loss"),
+    "all replicas read the same samples": Mutant(
+        "data/sampler.py", "consumed_samples + dp_rank * micro_batch_size", "consumed_samples", 2, "", "loss"),
+    "mask of end-of-document tokens on the next token": Mutant(
+        "data/batch.py", "labels[tokens ==", "labels[labels ==", 1, "", "loss"),
+    "clip by the squared norm": Mutant(
+        "train/optimizer.py", "clip / (norm", "clip / (norm * norm", 1, "", "weight "),
+    "gradients not unscaled": Mutant(
+        "train/train_step.py", "self.clip_grad) / totals.loss_scale", "self.clip_grad)", 1, "--fp16", "changes"),
+    "decay of norm weights": Mutant(
+        "train/optimizer.py", "decayed = [p for p in model.parameters() if p.ndim >= 2]",
+        "decayed = [p for p in model.parameters() if p.ndim >= 1]", 1, "", "norm.weight"),
+    "schedule one step ahead": Mutant(
+        "train/trainer.py", "totals, state.scheduler_samples", "totals, state.scheduler_samples + samples", 1, "",
+        "learning rate"),
+    "each microbatch replaces the loss": Mutant(
+        "train/forward_backward.py", "total = total + loss.detach()", "total = loss.detach()", 1, "", "loss"),
+    "tokens of one rank as denominator": Mutant(
+        "train/train_step.py", "sum(batch.num_valid for batch in microbatches), \"fsdp\"",
+        "sum(batch.num_valid for batch in microbatches), \"tp\"", 2, U2, "loss"),
+    "evaluation counts masked tokens": Mutant(
+        "train/forward_backward.py", "return total, sum(batch.num_valid for batch in microbatches)",
+        "return total, sum(batch.labels.numel() for batch in microbatches)", 1, "", "evaluation loss"),
+    "gradients summed twice": Mutant(
+        "parallel/gradients.py", "in _buckets(gradients):", "in [*_buckets(gradients)] * 2:", 2, U2, "gradient"),
+    "mean instead of sum": Mutant(
+        "parallel/zero.py", "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)", 2,
+        f"{U2} --zero-stage 2", "gradient"),
+    "no sum where a tensor-parallel region is left": Mutant(
+        "parallel/tensor.py", "else reduce_from_group(x, self.group)", "else x", 2, TP2, "loss"),
+    "no sum of input gradients over tp": Mutant(
+        "parallel/tensor.py", "else copy_to_group(x, self.group)", "else x", 2, TP2, "gradient of"),
+    "no sum of a tied weight's gradients": Mutant(
+        "train/forward_backward.py", "self.model.tied.sum_gradients()", "pass", 2, PP2, "gradient of embedding.word"),
+    "key/value heads of the first tp rank, replicated": Mutant(
+        "layout/heads.py", "(tp_rank * share, (tp_rank + 1) * share)", "(0, share)", 2,
+        f"{TP2} --hidden-size 1536 --num-attention-heads 12 --num-key-value-heads 3 --kv-channels 64", "loss"),
+    "dropout of the first tp rank's heads": Mutant(
+        "layout/heads.py", "(tp_rank * share, (tp_rank + 1) * share)", "(0, share)", 2, f"{TP2} {DROPOUT}", "loss"),
+    "first key/value head for all query heads": Mutant(
+        "layout/heads.py", "* self.num_kv // self.num_query - offset for", "* 0 for", 2,
+        f"{U2} --hidden-size 1536 --num-attention-heads 12 --num-key-value-heads 3 --kv-channels 64", "loss"),
+    "dropout of the first shard on all": Mutant(
+        "model/build.py", "mesh.rank(\"sp\") * tokens +", "0 * tokens +", 2, f"{U2} {DROPOUT}", "loss"),
+    "earlier ring members under the mask": Mutant(
+        "parallel/ring.py", "(every, slice(0, half), False)", "(every, slice(0, half), True)", 2,
+        "--ring-size 2", "loss"),
+    "gradients sent to the wrong ring neighbour": Mutant(
+        "parallel/ring.py", "(self.rank + 1) % self.size], ranks[(self.rank - 1)",
+        "(self.rank - 1) % self.size], ranks[(self.rank + 1)", 3,
+        "--ring-size 3 --seq-length 4098", "loss"),
+}
+#: In the default run of tests; the others are slow.
+QUICK = ("label at the end of a shard", "clip by the squared norm", "gradients not unscaled",
+         "key/value heads of the first tp rank, replicated")
+
+
+def prove_mutant(directory: str, flags: Sequence[str], world: int) -> list[str]:
+    """On a rank: shrink and prove a run with the package in ``directory``; return the names of all wrong values.
+
+    The package that this process has already imported is forgotten first.
+    """
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron_sp"]:
+        del sys.modules[name]
+    sys.path.insert(0, directory)
+    import megatron_sp.errors
+    from megatron_sp.config.load import load_run
+    from megatron_sp.model.build import build_model
+    from megatron_sp.proof.shrink import shrink
+    from megatron_sp.proof.verify import compare_trainings
+
+    assert str(megatron_sp.errors.__file__).startswith(directory)
+    run, _ = load_run(flags, world, files=False)
+    small = shrink(run)
+    assert small.run.parallel.world_size == world, "start as many ranks as the small run has"
+    run = replace(small.run, train=replace(small.run.train, eval_iters=1))
+    steps = compare_trainings(run, 2, build_model, small.half)
+    return [name for step in steps for name in step.exceeding()]
