@@ -15,12 +15,18 @@ MUST_MATCH = (
     "position_embedding_type", "normalization", "apply_layernorm_1p", "activation", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "vocab_size", "rotary_interleaved")
 
+#: Data flags that decide which tokens a sample id stands for.
+ORDERS_DATA = ("seed", "split", "data_path", "train_data_path", "dataloader_type")
+
 #: Fields that may change on resume; the log names each change.
 MAY_CHANGE = (
     ("model", "rotary_base"), ("model", "rotary_percent"), ("model", "rotary_seq_len_interpolation_factor"),
     ("model", "use_rope_scaling"), ("model", "rope_scaling_factor"), ("model", "norm_epsilon"),
     ("model", "hidden_dropout"), ("model", "attention_dropout"), ("data", "seq_length"), ("data", "split"),
-    ("data", "data_path"), ("train", "global_batch_size"), ("train", "seed"), ("precision", "bf16"),
+    ("data", "data_path"), ("data", "train_data_path"), ("data", "dataloader_type"), ("data", "eod_mask_loss"),
+    ("optimizer", "adam_beta1"), ("optimizer", "adam_beta2"), ("optimizer", "adam_eps"),
+    ("optimizer", "sgd_momentum"), ("optimizer", "clip_grad"),
+    ("train", "global_batch_size"), ("train", "seed"), ("precision", "bf16"),
     ("precision", "fp16"), ("precision", "grad_reduce_in_bf16"), ("precision", "loss_scale"),
     ("precision", "min_loss_scale"), ("precision", "loss_scale_window"), ("precision", "hysteresis"))
 
@@ -53,10 +59,13 @@ def changed(saved: dict[str, Any], run: Run) -> list[str]:
     for section, name in MAY_CHANGE:
         mine = getattr(getattr(run, section), name)
         theirs = saved[section].get(name, mine)
-        if _plain(mine) != _plain(theirs):
-            effect = "; the order of the data changes with it" if name in ("seed", "split", "data_path") else ""
-            lines.append(f"{flag_name(section, name)} is {_shown(mine)}, "
-                         f"was {_shown(theirs)} in the checkpoint{effect}")
+        if plain(mine) != plain(theirs):
+            effect = "; the order of the data changes with it" if name in ORDERS_DATA else ""
+            if name == "seq_length":
+                effect = ("; the samples are cut and shuffled anew while their count goes on, so that some text comes "
+                          "twice and some not at all until the next epoch")
+            lines.append(f"{flag_name(section, name)} is {shown(mine)}, "
+                         f"was {shown(theirs)} in the checkpoint{effect}")
     before, now = saved["train"], run.train
     lengths = [f"{flag_name('train', name)} {before.get(name, 0)} -> {getattr(now, name)}"
                for name in ("train_iters", "train_samples") if before.get(name, 0) != getattr(now, name)]
@@ -80,15 +89,17 @@ def _difference(name: str, mine: Any, theirs: Any) -> str:
         given = flag.startswith("--disable") or flag.startswith("--no-")
         words = {True: "not given", False: "given"}
         return f"{flag} is {words[mine == given]} here and {words[theirs == given]} in the checkpoint"
-    return f"{flag} is {_shown(mine)} here and {_shown(theirs)} in the checkpoint"
+    return f"{flag} is {shown(mine)} here and {shown(theirs)} in the checkpoint"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
     return list(value) if isinstance(value, tuple) else value
 
 
-def _shown(value: Any) -> str:
-    value = _plain(value)
+def shown(value: Any) -> str:
+    """A value as it is typed after its flag; on or off for a switch."""
+    value = plain(value)
     if isinstance(value, bool):
         return "on" if value else "off"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

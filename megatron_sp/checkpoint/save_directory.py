@@ -59,8 +59,11 @@ def reserve_save_directory(run: Run, *, patience: float = PATIENCE) -> Iterator[
 
 
 def store_configuration(run: Run) -> None:
-    """Write ``config.json`` into ``--save``, if given. All ranks call it, once nothing can refuse the run any more."""
-    if run.checkpoint.save:
+    """Write ``config.json`` into ``--save``, if given. All ranks call it, once nothing can refuse the run any more.
+
+    A run that only evaluates leaves the file as it is, because it describes the training.
+    """
+    if run.checkpoint.save and not run.train.skip_train:
         path = Path(run.checkpoint.save) / files.CONFIG
         text = json.dumps(to_dict(run), indent=1)
         on_rank_zero(f"cannot write {path}", lambda: write_durably(path, text))

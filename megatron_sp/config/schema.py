@@ -168,7 +168,7 @@ class Precision:
     bf16: bool = flag(False, "Compute in bfloat16 with fp32 master weights.")
     fp16: bool = flag(False, "Compute in float16 with fp32 master weights and loss scaling.")
     loss_scale: float = flag(0.0, "Static fp16 loss scale; default: dynamic.")
-    initial_loss_scale: float = flag(2.0**32, "First dynamic fp16 loss scale.")
+    initial_loss_scale: float = flag(2.0**24, "First dynamic fp16 loss scale (Megatron's default is 2^32).")
     min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
     loss_scale_window: int = flag(1000, "Steps without overflow after which the dynamic loss scale doubles.")
     hysteresis: int = flag(2, "Number of overflows after which the dynamic loss scale is halved.")
@@ -335,7 +335,8 @@ class Memory:
 class Checkpoint:
     """Checkpoints."""
 
-    save: str = flag("", "Directory for checkpoints, metrics and the resolved configuration.")
+    save: str = flag("", "Directory for checkpoints, metrics.jsonl and the resolved configuration; without it none of "
+                           "them is written.")
     load: str = flag("", "Directory of the checkpoint to resume from; if it has none, the run starts afresh with a "
                          "warning.")
     save_interval: int = flag(0, "Iterations between checkpoints (required with --save).")
@@ -347,7 +348,7 @@ class Checkpoint:
 class Logging:
     """Logging."""
 
-    log_interval: int = flag(100, "Iterations between log lines.")
+    log_interval: int = flag(10, "Iterations between log lines; the first and the last are always logged.")
     log_throughput: bool = flag(False, "Add tokens per second, TFLOP/s per device and, where the device's peak is "
                                        "known, MFU and HFU to the log line.")
     device_peak_tflops: float = flag(0.0, "Peak TFLOP/s of a device in the type computed in, for MFU and HFU; default: "

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_sp.checkpoint import compare
 from megatron_sp.checkpoint.state_file import read_part
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_sp.errors import CheckpointError
 from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.runtime import Environment, start, stop
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
-from megatron_sp.train.schedule import Schedule
+from megatron_sp.train.resume import choose_schedule, load, resume_notes
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.state import TrainState
 
@@ -40,7 +38,7 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
     tokenizer = choose_tokenizer(run)
     run = with_vocab(run, tokenizer.vocab_size)
     if environment.rank == 0:
-        publish(run, notes)
+        print_configuration(run, notes)
     device = start(run.parallel, environment, signals)
 
     from megatron_sp.checkpoint.save_directory import reserve_save_directory, store_configuration
@@ -69,13 +67,29 @@ def choose_tokenizer(run: Run) -> Tokenizer:
     return build_tokenizer(data, run.model.vocab_size)
 
 
-def publish(run: Run, notes: Sequence[str]) -> None:
-    """Print the resolved configuration once."""
+def print_configuration(run: Run, notes: Sequence[str]) -> None:
+    """Print the resolved configuration, after the notes on it."""
     print("\n".join(notes), end="\n" if notes else "")
     print("configuration:")
     for section, fields in to_dict(run).items():
         for name, value in fields.items():
             print(f"  {section + '.' + name:.<52} {value}")
+
+
+def advice(run: Run) -> list[str]:
+    """Lines on choices that cost much or lose something, and that people often do not make on purpose."""
+    lines = []
+    dropout = run.model.attention_dropout
+    if dropout and not run.train.skip_train:
+        lines.append(f"WARNING: --attention-dropout {dropout:g} makes attention slow: no fused kernel computes it, and "
+                     "at 2048 tokens a step takes about 7 times as long as without. Give --attention-dropout 0 unless "
+                     "you need it (0.1 is Megatron's default; most models of today are trained without dropout)")
+    if not run.checkpoint.save:
+        lines.append("no --save: neither metrics.jsonl nor config.json nor a checkpoint is written")
+    if run.logging.log_throughput:
+        lines.append("throughput and MFU count matrix products, the causal half of attention and no recomputation; HFU "
+                     "counts recomputation, too")
+    return lines
 
 
 def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSignals, *, started: float) -> Trainer:
@@ -109,10 +123,9 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
             if scale_note := read_part(saved, "loss_scaler", step.scaler.load_state_dict):
                 notes.append(scale_note)
             if not run.train.skip_train:
-                saved_schedule = read_part(saved, "schedule", Schedule.from_dict)
-                step = replace(step, schedule=reconcile(step.schedule, saved_schedule, run))
-    recorder = Recorder(run, device, timers, start_iteration=state.iteration, is_writer=mesh.global_rank == 0)
-    for note in notes:
+                step = replace(step, schedule=choose_schedule(step.schedule, saved, run))
+    recorder = Recorder(run, device, timers, state, is_writer=mesh.global_rank == 0)
+    for note in (*notes, *advice(run)):
         recorder.say(note)
     try:
         readers = build_readers(run, tokenizer, mesh, state, recorder)
@@ -128,53 +141,6 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
         recorder.say(f"WARNING: {warning}")
     recorder.progress(f"started at iteration {state.iteration}, {state.consumed_samples} samples")
     return Trainer(run, step, readers, state, recorder, signals, started=started)
-
-
-def load(run: Run, model: Any, optimizer: Any) -> dict[str, Any] | None:
-    """Fill model and optimizer from ``--load``; the saved plain state, or None when nothing is there.
-
-    Raises:
-        CheckpointError: nothing there under ``--exit-on-missing-checkpoint`` or ``--ckpt-step``; damaged;
-            another model.
-    """
-    from megatron_sp.checkpoint.store import load_checkpoint
-
-    flags = run.checkpoint
-    saved = load_checkpoint(flags.load, model, None if run.train.skip_train else optimizer, run,
-                            iteration=flags.ckpt_step or None)
-    if saved is None and flags.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {flags.load} holds no checkpoint and "
-                              "--exit-on-missing-checkpoint is given; name a directory that has one")
-    return saved
-
-
-def resume_notes(run: Run, saved: dict[str, Any] | None) -> list[str]:
-    """What the user should know about a resume."""
-    if saved is None:
-        return [f"WARNING: --load {run.checkpoint.load} holds no checkpoint; starting afresh"]
-    return [f"resumed from {run.checkpoint.load} at iteration {saved['iteration']}",
-            *(f"WARNING: {note}" for note in saved["notes"]),
-            *(f"WARNING: {line}" for line in compare.changed(saved["config"], run))]
-
-
-def reconcile(schedule: Schedule, saved: Schedule, run: Run) -> Schedule:
-    """The schedule to use on resume: the command line's and the checkpoint's must agree, or a flag decides.
-
-    Raises:
-        CheckpointError: they differ and no flag says which one counts.
-    """
-    flags = run.schedule
-    if flags.use_checkpoint_opt_param_scheduler:
-        return saved
-    differences = schedule.differences(saved)
-    if not differences or flags.override_opt_param_scheduler:
-        return schedule
-    mine, theirs = schedule.to_dict(), saved.to_dict()
-    listed = "; ".join(f"{name} {mine[name]} here, {theirs[name]} in the checkpoint" for name in differences)
-    raise CheckpointError(
-        f"--load {run.checkpoint.load} was trained with another schedule (in samples): {listed}. Give the same "
-        "schedule flags, --override-opt_param-scheduler to use the command line's, or "
-        "--use-checkpoint-opt_param-scheduler to use the checkpoint's")
 
 
 def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: TrainState,

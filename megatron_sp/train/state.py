@@ -17,7 +17,8 @@ class TrainState:
         scheduler_samples: sequences of steps that changed the weights; the schedule counts these.
         skipped_iterations, nan_iterations: steps without an update because fp16 overflowed, or because
             something was not finite.
-        skipped_in_a_row: steps without an update since the last one with.
+        unlabelled_iterations: steps without an update because no token of the batch had a valid label.
+        skipped_in_a_row: steps that were not finite since the last update.
     """
 
     iteration: int = 0
@@ -26,16 +27,25 @@ class TrainState:
     scheduler_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    unlabelled_iterations: int = 0
     skipped_in_a_row: int = 0
 
-    def advance(self, samples: int, tokens: int, *, updated: bool) -> None:
-        """Count one step."""
+    def advance(self, samples: int, tokens: int, *, updated: bool, failed: bool) -> None:
+        """Count one step.
+
+        Args:
+            samples, tokens: of its batch.
+            updated: it changed the weights.
+            failed: its loss or gradients were not finite.
+        """
         self.iteration += 1
         self.consumed_samples += samples
         self.consumed_tokens += tokens
         if updated:
             self.scheduler_samples += samples
-        self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
+            self.skipped_in_a_row = 0
+        elif failed:
+            self.skipped_in_a_row += 1
 
     def to_dict(self) -> dict[str, int]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -7,9 +7,10 @@ so that they always agree.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ from megatron_sp.train.health.failures import Failures
 from megatron_sp.train.health.replicas import check_replicas
 from megatron_sp.train.report.optimizer_states import optimizer_statistics
 from megatron_sp.train.report.profile import StepProfiler
-from megatron_sp.train.report.recorder import Recorder, StepReport
+from megatron_sp.train.report.recorder import Recorder
+from megatron_sp.train.report.step_report import StepReport
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.state import TrainState
 from megatron_sp.train.train_step import StepTotals, TrainStep
@@ -44,6 +46,13 @@ class Readers:
     def all(self) -> list[BatchReader]:
         readers = (self.train, self.valid, self.test, *self.named_valid.values())
         return [reader for reader in readers if reader is not None]
+
+
+class MeanLoss(NamedTuple):
+    """Mean loss per valid token of a data set, NaN when it has none; and the number of valid tokens."""
+
+    loss: float
+    num_valid: int
 
 
 class Trainer:
@@ -72,6 +81,7 @@ class Trainer:
             state.consumed_samples, run.train.train_samples)
         self.saved_iteration = state.iteration
         self.stop_reason = ""
+        self._sets_without_labels: set[str] = set()
 
     # ---------------------------------------------------------------- the loop
 
@@ -92,9 +102,10 @@ class Trainer:
         while not self.stop_reason and not self.is_finished():
             self.profiler.before_step(self.state.iteration + 1)
             step = self.train_step()
-            self._say_if_any(self.profiler.after_step(self.state.iteration))
+            self._say_if_any(self.profiler.after_step(self.state.iteration), on_any_rank=True)
             error = self.failures.fatal() if step.has_failed else ""
-            self.recorder.step(step, self.last_iteration, at_once=bool(error))
+            ends = bool(error or self.stop_reason) or self.is_finished() or self._is_due(self.run.train.exit_interval)
+            self.recorder.step(step, self.last_iteration, is_last=ends)
             if error:
                 self._give_up(error)
             if self._is_due(self.run.train.check_replicas):
@@ -109,11 +120,11 @@ class Trainer:
                 self.save()
             if not self.stop_reason and self._is_due(self.run.train.exit_interval):
                 self.stop_reason = f"--exit-interval {self.run.train.exit_interval}"
-        self._say_if_any(self.profiler.finish(self.state.iteration))
+        self._say_if_any(self.profiler.finish(self.state.iteration), on_any_rank=True)
         self.save()
         if not self.stop_reason:
             self.evaluate("valid", "test")
-        self.recorder.flush(self.state.iteration, self.state.consumed_samples)
+        self.recorder.flush(self.state.iteration, self.state.consumed_samples, self.last_iteration)
         self._say_if_any(self.failures.at_end())
         if self.stop_reason:
             self.recorder.say(f"exiting at iteration {self.state.iteration}: {self.stop_reason}")
@@ -124,9 +135,9 @@ class Trainer:
         used_up = 0 < train.train_tokens <= self.state.consumed_tokens
         return train.skip_train or used_up or self.state.iteration >= self.last_iteration
 
-    def _say_if_any(self, text: str) -> None:
+    def _say_if_any(self, text: str, *, on_any_rank: bool = False) -> None:
         if text:
-            self.recorder.say(text)
+            self.recorder.say(text, on_any_rank=on_any_rank)
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.state.iteration % interval == 0
@@ -134,7 +145,10 @@ class Trainer:
     def _asked_to_stop(self) -> str:
         """Whether any rank was sent a signal before the first step."""
         asked = self.mesh.sum_over(torch.tensor(float(bool(self.signals))), "world")
-        return f"asked to by {self.signals.received or 'a signal to another rank'}" if asked else ""
+        return self._signal_in_words() if asked else ""
+
+    def _signal_in_words(self) -> str:
+        return f"asked to by {self.signals.received or 'a signal to another rank'}"
 
     # ---------------------------------------------------------------- one step
 
@@ -151,16 +165,18 @@ class Trainer:
             self._say_if_any(self.failures.account(
                 totals.loss, totals.grad_norm,
                 lambda: describe_failure(self.model, self.step.engine.microbatch_losses)))
-        lr = self.step.update(totals, state.scheduler_samples)
-        tokens = samples * self.run.data.seq_length
-        state.advance(samples, tokens, updated=totals.allows_update)
+        elif not totals.has_labels:
+            self._say_if_any(self.failures.account_unlabelled(first_sample, samples))
+        learning_rate = self.step.update(totals, state.scheduler_samples)
+        state.advance(samples, samples * self.run.data.seq_length, updated=totals.allows_update,
+                      failed=not totals.is_finite)
         self._note_stop(totals)
         dynamic = self.step.scaler.dynamic
         return StepReport(
             iteration=state.iteration, consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens, first_sample=first_sample, global_batch_size=samples,
-            lm_loss=totals.loss, grad_norm=totals.grad_norm, learning_rate=lr,
-            step_time=time.perf_counter() - start, num_tokens=tokens, loss_scale=totals.loss_scale,
+            lm_loss=totals.loss, grad_norm=totals.grad_norm, learning_rate=learning_rate,
+            step_time=time.perf_counter() - start, num_valid=totals.num_valid, loss_scale=totals.loss_scale,
             skipped=not totals.is_finite and dynamic, nan=not totals.is_finite and not dynamic,
             extra=self._extra(totals))
 
@@ -178,9 +194,9 @@ class Trainer:
     def _note_stop(self, totals: StepTotals) -> None:
         stop, out_of_time = totals.votes
         if stop:
-            self.stop_reason = f"asked to by {self.signals.received or 'a signal to another rank'}"
+            self.stop_reason = self._signal_in_words()
         elif out_of_time:
-            self.stop_reason = f"--exit-duration-in-mins {self.run.train.exit_duration_in_mins:g} are over"
+            self.stop_reason = f"the time of --exit-duration-in-mins {self.run.train.exit_duration_in_mins:g} is over"
 
     def _extra(self, totals: StepTotals) -> dict[str, float]:
         extra = {}
@@ -196,47 +212,63 @@ class Trainer:
     # ---------------------------------------------------------------- between steps
 
     def evaluate(self, *names: str) -> None:
-        """Mean loss on ``eval-iters`` global batches of each of these sets, always the same ones.
+        """Record the mean loss on ``--eval-iters`` global batches of each of these sets, always the same ones.
 
-        Where validation sets have names, the loss of ``valid`` is the mean of theirs.
+        Where validation sets have names, the loss of ``valid`` is the mean of theirs. A set without any valid label
+        has no loss and no part in that mean. Nothing is recorded once a signal asks to stop.
+
+        Args:
+            names: of ``valid`` and ``test``.
         """
         losses: dict[str, float] = {}
         with self.garbage.around_evaluation():
             for name in names:
-                named = {f"valid/{own}": reader for own, reader in self.readers.named_valid.items()}
-                readers = named if name == "valid" and named else {name: getattr(self.readers, name)}
-                found = {key: self._loss_of(key, reader) for key, reader in readers.items()}
-                whole = {key: loss for key, loss in found.items() if loss is not None}
-                if readers is named and len(whole) == len(named):
-                    losses[name] = sum(whole.values()) / len(whole)
-                losses |= whole
+                if name == "valid" and self.readers.named_valid:
+                    found = self._mean_losses({f"valid/{own}": r for own, r in self.readers.named_valid.items()})
+                    labelled = [mean.loss for mean in found.values() if mean.num_valid]
+                    losses["valid"] = sum(labelled) / len(labelled) if labelled else math.nan
+                else:
+                    reader = getattr(self.readers, name)
+                    found = self._mean_losses({name: reader} if reader is not None else {})
+                losses |= {key: mean.loss for key, mean in found.items()}
+                if self.stop_reason:
+                    return
         if losses:
             state = self.state
             self.recorder.evaluation(losses, state.iteration, state.consumed_samples, state.consumed_tokens)
 
-    def _loss_of(self, name: str, reader: BatchReader | None) -> float | None:
-        if reader is None or self.stop_reason:
-            return None
-        with self.recorder.timers("evaluation", occasional=True):
-            return self._mean_loss(name, reader)
+    def _mean_losses(self, readers: dict[str, BatchReader]) -> dict[str, MeanLoss]:
+        """Evaluate these sets, as far as no signal comes in between."""
+        found: dict[str, MeanLoss] = {}
+        for name, reader in readers.items():
+            if self.stop_reason:
+                break
+            with self.recorder.timers("evaluation", occasional=True):
+                found[name] = self._mean_loss(name, reader)
+            if not found[name].num_valid and not self.stop_reason and name not in self._sets_without_labels:
+                self._sets_without_labels.add(name)
+                self.recorder.say(f"WARNING: no token of the {name} set's {self.run.train.eval_iters} batches has a "
+                                  "label, so it has no loss; its text is too short or --eod-mask-loss masks all of it")
+        return found
 
-    def _mean_loss(self, name: str, reader: BatchReader) -> float | None:
-        """The mean loss per valid token, or None when a signal came in between."""
+    def _mean_loss(self, name: str, reader: BatchReader) -> MeanLoss:
+        """Evaluate one set; sets ``stop_reason`` and breaks off when a signal comes in between."""
         train, device = self.run.train, self.mesh.device
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         hidden = None if self.recorder.is_writer else True       # None: shown on a terminal only
         for index in progress_bar(range(train.eval_iters), desc=f"evaluating ({name})", leave=False, disable=hidden):
             batches = reader.read(index * self.batch_size.last, self.batch_size.last, train.micro_batch_size)
             loss_sum, num_valid = self.step.engine.evaluate([batch.to(device) for batch in batches])
-            # the loss is on all tp ranks of the last stage, the count on all ranks that share a sequence's part
+            # The loss is equal on all tp ranks of the last stage; the count on all ranks that share a sequence's part.
             tp, pp = self.mesh.size("tp"), self.mesh.size("pp")
             share = torch.tensor([0.0, num_valid / (tp * pp), bool(self.signals)], dtype=torch.float64, device=device)
             share[0] = loss_sum / tp
             totals += self.mesh.sum_over(share, "world")
             if totals[2] > 0:
-                self.stop_reason = f"asked to by {self.signals.received or 'a signal to another rank'}"
-                return None
-        return float(totals[0] / totals[1].clamp(min=1))
+                self.stop_reason = self._signal_in_words()
+                break
+        loss_sum, num_valid, _ = totals.tolist()
+        return MeanLoss(loss_sum / num_valid if num_valid else math.nan, round(num_valid))
 
     def save(self) -> None:
         """Save a checkpoint, unless there is one of this iteration already or no place for it."""

@@ -75,9 +75,10 @@ def test_a_plain_run_leaves_everything_in_its_place(tmp_path: Path) -> None:
     assert [row["first_sample"] for row in rows] == [0, 4, 8, 12, 16, 20, 24, 28]
 
 
-def test_metrics_go_to_the_working_directory_without_save(tmp_path: Path) -> None:
-    assert run(tmp_path, "--train-iters 1")[0] == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+def test_without_save_nothing_is_written_and_the_log_says_so(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "--train-iters 1")
+    assert code == 0 and output.count("no --save: neither metrics.jsonl nor config.json nor a checkpoint") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_flag_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
@@ -168,13 +169,25 @@ def test_nothing_to_load(tmp_path: Path) -> None:
 
 
 def test_evaluation_only(tmp_path: Path) -> None:
-    assert run(tmp_path, "--save out --save-interval 8 --eval-iters 2")[0] == 0
-    expected = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]
-    code, output = run(tmp_path, "--load out --eval-iters 2 --skip-train")
+    """Also of an older checkpoint: the training's log and configuration stay as they are."""
+    assert run(tmp_path, "--save out --save-interval 4 --eval-iters 2 --eval-interval 4")[0] == 0
+    log, configuration = tmp_path / "out" / "metrics.jsonl", tmp_path / "out" / "config.json"
+    before, settings = log.read_text(), configuration.read_text()
+    (expected,) = [row for row in read_metrics(log) if row["iteration"] == 4 and "valid_loss" in row]
+    code, output = run(tmp_path, "--load out --save out --save-interval 4 --ckpt-step 4 --eval-iters 2 --skip-train")
     assert code == 0, output
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [(row["iteration"], row["valid_loss"], row["test_loss"]) for row in rows] == [
-        (8, expected["valid_loss"], expected["test_loss"])]
+    assert log.read_text().startswith(before) and configuration.read_text() == settings
+    *_, row = read_metrics(log)
+    assert (row["iteration"], row["valid_loss"]) == (4, expected["valid_loss"]) and "test_loss" in row
+    assert complete_iterations(tmp_path / "out") == [4, 8]
+
+
+def test_a_refused_resume_names_flags_and_leaves_the_configuration(tmp_path: Path) -> None:
+    assert run(tmp_path, "--train-iters 2 --save out --save-interval 2")[0] == 0
+    before = (tmp_path / "out" / "config.json").read_text()
+    code, output = run(tmp_path, "--train-iters 3 --save out --load out --save-interval 2")
+    assert code == 2 and (tmp_path / "out" / "config.json").read_text() == before
+    assert "warm-up and decay are 12 here (--train-iters 3) and 8 in the checkpoint (--train-iters 2)" in output
 
 
 def test_ramp_up_over_a_resume(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a step whose loss or gradient norm is not finite: no rank changes its weights, and then?"""
+"""Count steps that change no weight, and decide when they end the run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from megatron_sp.config.schema import Run
 from megatron_sp.train.health.loss_scale import LossScaler
 from megatron_sp.train.state import TrainState
 
-#: Steps in a row without an update after which going on makes no sense. From the default 2^32 they halve a dynamic
-#: loss scale to 8; a model that trains finds its scale long before.
+#: Steps in a row that are not finite, after which the run ends. They bring a dynamic loss scale from its default start
+#: of 2^24 down to its floor of 1; a model that trains finds its scale long before.
 MAX_SKIPPED_IN_A_ROW = 30
 
 
 class Failures:
-    """Counts such steps and decides when they end the run. All ranks give it the same numbers.
+    """Counts the steps that are left out: no rank changes its weights when loss or gradient norm is not finite.
+
+    All ranks give it the same numbers, so that all decide alike.
 
     Attributes:
-        tolerated: whether the run goes on after one.
-        last: the last one that was looked into, in words.
+        tolerated: whether the run goes on after such a step.
+        last: the last such step whose origin was looked up, in words.
     """
 
     def __init__(self, run: Run, scaler: LossScaler, state: TrainState):
@@ -27,17 +29,21 @@ class Failures:
         self.tolerated = scaler.dynamic or not run.train.check_for_nan_in_loss_and_grad
         self.last = ""
         self._start = (state.iteration, state.scheduler_samples, scaler.scale)
+        self._num_unlabelled = 0
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             state.skipped_in_a_row = 0      # the checkpoint of a run that gave up: a resume tries as often again
 
     def account(self, loss: float, grad_norm: float, describe: Callable[[], str]) -> str:
-        """Count the step under way, which failed.
+        """Count the current step, whose loss or gradient norm is not finite.
 
         Args:
-            describe: where it came from; a collective that the ranks make where it is worth it.
+            loss: of the step.
+            grad_norm: of the step.
+            describe: says where the number came from. It communicates between all ranks, so it is not called for an
+                ordinary overflow of the loss scale.
 
         Returns:
-            a line for the log, or ""
+            a line for the log, or "".
         """
         if self.scaler.dynamic:
             self.state.skipped_iterations += 1
@@ -45,9 +51,19 @@ class Failures:
             self.state.nan_iterations += 1
         ends_series = self.state.skipped_in_a_row + 1 >= MAX_SKIPPED_IN_A_ROW
         if self.scaler.dynamic and math.isfinite(loss) and not ends_series:
-            return ""       # how a scale looks that is too high; the scale does not touch the loss
+            return ""       # an ordinary overflow: the scale was too high for the gradients, the loss is not scaled
         self.last = f"iteration {self.state.iteration + 1}: loss {loss:g}, gradient norm {grad_norm:g}. {describe()}"
         return f"WARNING: {self.last}; the step is left out" if self.tolerated else ""
+
+    def account_unlabelled(self, first_sample: int, samples: int) -> str:
+        """Count the current step, whose batch has no valid label; returns a warning the first time, else ""."""
+        self.state.unlabelled_iterations += 1
+        self._num_unlabelled += 1
+        if self._num_unlabelled > 1:
+            return ""
+        return (f"WARNING: iteration {self.state.iteration + 1}: no token of the batch (samples {first_sample} to "
+                f"{first_sample + samples - 1}) has a label, because --eod-mask-loss masks all of them. There is no "
+                "loss and the weights stay as they are; the log counts such iterations")
 
     def fatal(self) -> str:
         """After a step that failed: why the run must end, with advice, or ""."""
@@ -68,6 +84,9 @@ class Failures:
         steps = self.state.iteration - iteration
         if not steps or self.state.scheduler_samples > samples:
             return ""
+        if self._num_unlabelled == steps:
+            return (f"WARNING: none of the {steps} steps of this run changed the weights, because no token of their "
+                    "batches had a label: look at the data, or leave out --eod-mask-loss")
         cure = "look at the warnings above"
         if self.scaler.dynamic:
             cure = (f"the loss scale went from {scale:g} to {self.scaler.scale:g}; train longer, or give a lower "

@@ -1,12 +1,15 @@
-"""metrics.jsonl: one JSON object per line, flushed at once, continued on resume. Imports no torch."""
+"""metrics.jsonl: one JSON object per line, written at once, continued on resume. Imports no torch."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from megatron_sp.errors import ConfigError
 
@@ -14,60 +17,139 @@ NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Appends rows to ``directory/metrics.jsonl``.
+    """Append rows to ``directory/metrics.jsonl``. Open it with ``fresh``, ``resumed`` or ``appended``.
 
-    A run that resumes at iteration N keeps the rows up to N: later ones, and a last line cut short,
-    belong to steps that are made again. A run that starts afresh leaves an older file aside as
-    ``metrics.1.jsonl``, ``metrics.2.jsonl`` ...
+    Attributes:
+        notes: what was done to an older file, for the log.
     """
 
-    def __init__(self, directory: str | Path, start_iteration: int):
+    def __init__(self, directory: str | Path):
         self.path = Path(directory) / NAME
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                if start_iteration:
-                    _keep_rows_until(self.path, start_iteration)
-                else:
-                    os.replace(self.path, _free_name(self.path))
-            self._file: TextIO = self.path.open("a")
-        except OSError as error:
-            raise ConfigError(f"{self.path.absolute()} cannot be written ({error.strerror}); give --save a directory "
-                              "with write permission, or start in one") from None
+        self.notes: list[str] = []
+        self._file: BinaryIO | None = None
+        self._row_is_cut = False
+
+    @classmethod
+    def fresh(cls, directory: str | Path) -> MetricsFile:
+        """Start a new file; an older one is kept as ``metrics.1.jsonl``, ``metrics.2.jsonl`` ...
+
+        Raises:
+            ConfigError: the directory cannot be written.
+        """
+        metrics = cls(directory)
+        with _named_in_errors(metrics.path):
+            metrics.path.parent.mkdir(parents=True, exist_ok=True)
+            if metrics.path.exists() and metrics.path.stat().st_size:
+                metrics.notes.append(f"{metrics.path} of an earlier run is kept as {_set_aside(metrics.path)}")
+            return metrics._open()
+
+    @classmethod
+    def resumed(cls, directory: str | Path, iteration: int) -> MetricsFile:
+        """Continue the file of the run that is resumed at ``iteration``.
+
+        Later rows, and a last line that was cut short, belong to steps that are made again; they are removed. When
+        other lines cannot be read, the whole file is kept under another name first.
+
+        Raises:
+            ConfigError: the directory cannot be written.
+        """
+        metrics = cls(directory)
+        with _named_in_errors(metrics.path):
+            metrics.path.parent.mkdir(parents=True, exist_ok=True)
+            if metrics.path.exists():
+                rows, num_unreadable = _read_rows(metrics.path)
+                if num_unreadable:
+                    metrics.notes.append(
+                        f"WARNING: {metrics.path} has {num_unreadable} unreadable line{'s' * (num_unreadable > 1)}; it "
+                        f"is kept as {_set_aside(metrics.path)}, and the readable rows go on in {metrics.path}")
+                aside = metrics.path.with_suffix(".building")
+                aside.write_text("".join(json.dumps(row) + "\n" for row in rows if row["iteration"] <= iteration))
+                os.replace(aside, metrics.path)
+            return metrics._open()
+
+    @classmethod
+    def appended(cls, directory: str | Path) -> MetricsFile:
+        """Append to whatever is there and remove nothing: for a run that only evaluates.
+
+        Raises:
+            ConfigError: the directory cannot be written.
+        """
+        metrics = cls(directory)
+        with _named_in_errors(metrics.path):
+            metrics.path.parent.mkdir(parents=True, exist_ok=True)
+            return metrics._open()
+
+    def _open(self) -> MetricsFile:
+        if self.path.exists() and self.path.stat().st_size:
+            with self.path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                self._row_is_cut = file.read(1) != b"\n"
+        # Unbuffered: a row is in the file when ``write`` returns, and nothing is left to fail when it is closed.
+        self._file = self.path.open("ab", buffering=0)
+        return self
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row; numbers that are not finite become null."""
-        self._file.write(json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False) + "\n")
-        self._file.flush()
+        """Append one row; numbers that are not finite become null.
+
+        Raises:
+            OSError: the row could not be written, or not in full. Later rows may be written all the same.
+        """
+        assert self._file is not None
+        line = json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False) + "\n"
+        data = ("\n" * self._row_is_cut + line).encode()
+        written = self._file.write(data)
+        if written < len(data):
+            self._row_is_cut = self._row_is_cut or written > 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._row_is_cut = False
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, without a last line cut short."""
-    rows = []
-    for line in Path(path).read_text().splitlines():
+    """Return the rows of a metrics file; lines that cannot be read are left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return _read_rows(Path(path))[0]
+
+
+def _read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows, and how many lines are neither rows nor a last line that was cut short."""
+    rows, unreadable = [], 0
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
         except ValueError:
+            unreadable += bool(line) and number < len(lines)     # the last line ends in no line break
             continue
         if isinstance(row, dict) and isinstance(row.get("iteration"), int):
             rows.append(row)
-    return rows
+        else:
+            unreadable += 1
+    return rows, unreadable
 
 
-def _keep_rows_until(path: Path, iteration: int) -> None:
-    kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["iteration"] <= iteration]
-    aside = path.with_suffix(".building")
-    aside.write_text("".join(kept))
-    os.replace(aside, path)
+@contextmanager
+def _named_in_errors(path: Path) -> Iterator[None]:
+    """Turn an operating system's error within the block into a ConfigError that names the file and a cure."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path.absolute()} cannot be written ({error.strerror}); give --save a directory with write "
+                          "permission and free space") from None
 
 
-def _free_name(path: Path) -> Path:
+def _set_aside(path: Path) -> Path:
+    """Rename a file to a name that is free; returns the name."""
     number = 1
     while (name := path.with_suffix(f".{number}.jsonl")).exists():
         number += 1
+    os.replace(path, name)
     return name
 
 

@@ -55,11 +55,15 @@ class StepProfiler:
         if self._profiler is None:
             return ""
         profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        self.directory.mkdir(parents=True, exist_ok=True)
         stem = self.directory / f"rank{self.rank}_steps_{self._started_at}-{iteration}"
-        profiler.export_chrome_trace(f"{stem}.json.gz")
-        if self.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(f"{stem}_memory.pickle")
-            torch.cuda.memory._record_memory_history(enabled=None)
-        return f"profile of steps {self._started_at} to {iteration}: {stem}.json.gz (open it at https://ui.perfetto.dev)"
+        steps = f"profile of steps {self._started_at} to {iteration}"
+        try:
+            profiler.stop()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(f"{stem}.json.gz")
+            if self.device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(f"{stem}_memory.pickle")
+                torch.cuda.memory._record_memory_history(enabled=None)
+        except (OSError, RuntimeError) as error:
+            return f"WARNING: rank {self.rank}: the {steps} cannot be written to {stem}.json.gz ({error})"
+        return f"{steps}: {stem}.json.gz (open it at https://ui.perfetto.dev)"

@@ -5,10 +5,10 @@ Only rank 0 writes. Values arrive as plain numbers, agreed by all ranks, once pe
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,148 +19,94 @@ from megatron_sp.plan.flops import repeats_of, sequence_flops
 from megatron_sp.train.report.metrics_file import MetricsFile
 from megatron_sp.train.report.peak_flops import peak_tflops
 from megatron_sp.train.report.peak_memory import largest_of_ranks, peak_memory
+from megatron_sp.train.report.step_report import Interval, StepReport, log_line
 from megatron_sp.train.report.timers import Timers, gather_times, times_in_words
-from megatron_sp.train.report.trackers import open_tensorboard, open_wandb
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One training step, as all ranks agreed on it.
-
-    Attributes:
-        iteration, consumed_samples, consumed_tokens: after the step.
-        first_sample: global id of the first sample of the batch.
-        lm_loss: mean loss per valid token, nats.
-        grad_norm: global norm before clipping, without loss scale.
-        learning_rate: the rate this step used.
-        step_time: seconds, data reading included.
-        num_tokens: tokens of the batch (valid or not).
-        skipped: no update, because fp16 overflowed.
-        nan: no update, because loss or gradient norm was not finite.
-        extra: further values for the metrics (params_norm, num_zeros).
-    """
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    first_sample: int
-    global_batch_size: int
-    lm_loss: float
-    grad_norm: float
-    learning_rate: float
-    step_time: float
-    num_tokens: int
-    loss_scale: float
-    skipped: bool = False
-    nan: bool = False
-    extra: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it changed no weight."""
-        return self.skipped or self.nan
-
-
-@dataclass
-class Interval:
-    """Sums over the steps since the last log line."""
-
-    steps: int = 0
-    updates: int = 0
-    loss: float = 0.0
-    seconds: float = 0.0
-    samples: int = 0
-    skipped: int = 0
-    nans: int = 0
-
-    def add(self, step: StepReport) -> None:
-        self.steps += 1
-        self.seconds += step.step_time
-        self.samples += step.global_batch_size
-        self.skipped += step.skipped
-        self.nans += step.nan
-        if not step.has_failed:
-            self.updates += 1
-            self.loss += step.lm_loss
-
-
-def log_line(step: StepReport, interval: Interval, last_iteration: int, *,
-             speed: Mapping[str, float] | None = None) -> str:
-    """Megatron's log line. Loss and time are means over the interval, the rest is the last step's.
-
-    Args:
-        speed: ``Recorder.speed`` of the interval, for ``--log-throughput``.
-    """
-    loss = interval.loss / interval.updates if interval.updates else math.nan
-    parts = [f" iteration {step.iteration:8d}/{last_iteration:8d}",
-             f"consumed samples: {step.consumed_samples:12d}",
-             f"elapsed time per iteration (ms): {1000 * interval.seconds / interval.steps:.1f}"]
-    if speed:
-        parts += [f"throughput per GPU (TFLOP/s/GPU): {speed['tflops_per_device']:.1f}",
-                  f"tokens per second: {speed['tokens_per_s']:.0f}"]
-        parts += [f"{name.upper()}: {100 * speed[name]:.1f}%" for name in ("mfu", "hfu") if name in speed]
-    parts += [f"learning rate: {step.learning_rate:.6E}", f"global batch size: {step.global_batch_size:5d}",
-              f"lm loss: {loss:.6E}", f"loss scale: {step.loss_scale:.1f}", f"grad norm: {step.grad_norm:.3f}"]
-    parts += [f"{name.replace('_', ' ')}: {value:.3f}" for name, value in step.extra.items()]
-    parts += [f"number of skipped iterations: {interval.skipped:3d}", f"number of nan iterations: {interval.nans:3d}"]
-    return " | ".join(parts) + " |"
+from megatron_sp.train.report.trackers import TensorBoard, open_tensorboard, open_wandb
+from megatron_sp.train.state import TrainState
 
 
 class Recorder:
-    """Writes what the trainer reports.
+    """Writes what the trainer reports. Ranks other than the writer only keep time.
+
+    A file that can no longer be written (full disk) does not end the training: the log warns once, training goes on.
 
     Args:
+        run: the resolved configuration.
+        device: the rank's device, whose peak memory is reported.
         timers: what the trainer and its engine measure; their times are reported with the steps.
-        start_iteration: 0 for a fresh run, else where it resumed.
-        is_writer: whether this rank writes (rank 0); the others only keep time.
+        state: where the run starts; iteration 0 is a fresh run.
+        is_writer: whether this rank writes (rank 0).
+
+    Raises:
+        ConfigError: a file or directory cannot be written at the start.
     """
 
-    def __init__(self, run: Run, device: torch.device, timers: Timers, *, start_iteration: int, is_writer: bool):
+    def __init__(self, run: Run, device: torch.device, timers: Timers, state: TrainState, *, is_writer: bool):
         self.run, self.device, self.timers, self.is_writer = run, device, timers, is_writer
         self.interval = Interval()
+        self._last_step: StepReport | None = None
+        self._failed_files: set[str] = set()
         flops = sequence_flops(run.model, run.data.seq_length)
         self.flops, self.hardware_flops = flops.train(), flops.train(repeats=repeats_of(run))
         self.peak = peak_tflops(run, device)
         self.metrics: MetricsFile | None = None
-        self.tensorboard: Any = None
+        self.tensorboard: TensorBoard | None = None
         self.wandb: Any = None
         if is_writer:
-            self.metrics = MetricsFile(run.checkpoint.save or ".", start_iteration)
-            self.tensorboard = open_tensorboard(run.logging, start_iteration)
+            self.metrics = _open_metrics(run, state)
+            self.tensorboard = open_tensorboard(run, state)
             self.wandb = open_wandb(run)
+            for note in self.metrics.notes if self.metrics is not None else ():
+                self.say(note)
 
-    def say(self, text: str) -> None:
-        """Print a line, on rank 0."""
-        if self.is_writer:
-            print(time.strftime("[%Y-%m-%d %H:%M:%S]") + " " + text, flush=True)
+    def say(self, text: str, *, on_any_rank: bool = False) -> None:
+        """Print a line. Output that cannot be written, such as a log on a full disk, is lost.
 
-    def step(self, step: StepReport, last_iteration: int, *, at_once: bool = False) -> None:
-        """Account for a step; log it when the interval is over, or at once."""
+        Args:
+            on_any_rank: print also on ranks other than the writer.
+        """
+        if self.is_writer or on_any_rank:
+            with contextlib.suppress(OSError):
+                print(time.strftime("[%Y-%m-%d %H:%M:%S]") + " " + text, flush=True)
+
+    def step(self, step: StepReport, last_iteration: int, *, is_last: bool = False) -> None:
+        """Account for a step. Log it if it is the training's first or the run's last, or if the interval is over."""
         self.interval.add(step)
+        self._last_step = step
         parts = self.timers.end_step()
-        is_logged = at_once or step.iteration % self.run.logging.log_interval == 0
+        is_logged = is_last or step.iteration == 1 or step.iteration % self.run.logging.log_interval == 0
         peak = self._peak_memory_when_wanted(step, is_logged)
         self._to_tensorboard_when_due(step, parts, peak)
-        if not is_logged:
-            return
+        if is_logged:
+            self._log(step, last_iteration, peak)
+
+    def _log(self, step: StepReport, last_iteration: int, peak: int) -> None:
+        """Write the log line and the metrics of the interval that ends with this step. All ranks call it."""
         interval, self.interval = self.interval, Interval()
         times = gather_times(self.timers.take(interval.steps)) if self.timers.level else {}
         if not self.is_writer:
             return
-        shown = self.speed(interval.samples, interval.seconds) if self.run.logging.log_throughput else None
-        self.say(log_line(step, interval, last_iteration, speed=shown).lstrip())
-        self._write(self._row(step, peak) | self._tell_times(times))
+        speed = self.speed(interval.samples, interval.seconds)
+        self.say(log_line(step, interval, last_iteration,
+                          speed=speed if self.run.logging.log_throughput else None).lstrip())
+        means = {"mean_over_steps": interval.steps, "mean_lm_loss": interval.mean_loss,
+                 "mean_step_time_ms": 1000 * interval.mean_seconds,
+                 **{f"mean_{name}": value for name, value in speed.items()}}
+        self._write(self._row(step, peak) | means | self._tell_times(times))
 
-    def flush(self, iteration: int, consumed_samples: int) -> None:
-        """At the end of the run: tell the times since the last log line, the last save's among them.
+    def flush(self, iteration: int, consumed_samples: int, last_iteration: int) -> None:
+        """At the end of the run: log a last step that is not logged yet, and the times since the last log line.
 
-        All ranks call it.
+        The times hold that of the last save. A step turns out to be the last only afterwards when a signal comes
+        during an evaluation. All ranks call it.
         """
+        if self.interval.steps and self._last_step is not None:
+            self._log(self._last_step, last_iteration, self._peak_memory())
         times = gather_times(self.timers.take(max(self.interval.steps, 1))) if self.timers.level else {}
         if times and self.is_writer:
             told = self._tell_times(times, "times_at_end_ms")      # the last step's row has times of its own
             self._write({"iteration": iteration, "consumed_samples": consumed_samples} | told)
-        if self.tensorboard is not None and self.run.logging.log_timers_to_tensorboard:
+        if self.run.logging.log_timers_to_tensorboard:
             self._to_tensorboard(_timer_points(self.timers.latest_occasions()), iteration, consumed_samples)
 
     def _tell_times(self, times: dict[str, list[float]], key: str = "times_ms") -> dict[str, Any]:
@@ -173,9 +119,22 @@ class Recorder:
     def _write(self, row: dict[str, Any]) -> None:
         """One row, to the file and to Weights & Biases."""
         if self.metrics is not None:
-            self.metrics.write(row)
+            with self._surviving_errors(str(self.metrics.path)):
+                self.metrics.write(row)
         if self.wandb is not None:
-            self.wandb.log({key: value for key, value in row.items() if key != "iteration"}, step=row["iteration"])
+            with self._surviving_errors("Weights & Biases's directory"):
+                self.wandb.log({key: value for key, value in row.items() if key != "iteration"}, step=row["iteration"])
+
+    @contextlib.contextmanager
+    def _surviving_errors(self, name: str) -> Iterator[None]:
+        """Warn, once for each file, when the block cannot write it; training is worth more than its log."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self._failed_files:
+                self._failed_files.add(name)
+                self.say(f"WARNING: {name} cannot be written ({error.strerror or error}). Training goes on, what "
+                         "should be written there is lost; free space or give write permission")
 
     def _row(self, step: StepReport, peak: int) -> dict[str, Any]:
         """A step in full precision."""
@@ -184,7 +143,7 @@ class Recorder:
             "consumed_tokens": step.consumed_tokens, "lm_loss": step.lm_loss, "grad_norm": step.grad_norm,
             "learning_rate": step.learning_rate, "global_batch_size": step.global_batch_size,
             "step_time_ms": 1000 * step.step_time, **self.speed(step.global_batch_size, step.step_time),
-            "loss_scale": step.loss_scale, "skipped": step.skipped, "nan": step.nan,
+            "loss_scale": step.loss_scale, "skipped": step.skipped, "nan": step.nan, "valid_tokens": step.num_valid,
             "peak_memory_bytes": peak, "first_sample": step.first_sample,
             "last_sample": step.first_sample + step.global_batch_size - 1, **step.extra}
 
@@ -192,7 +151,8 @@ class Recorder:
         flags = self.run.logging
         if self.tensorboard is None or step.iteration % flags.tensorboard_log_interval:
             return
-        points = {"lm loss": step.lm_loss, "learning-rate": step.learning_rate, "grad-norm": step.grad_norm,
+        loss = {} if step.lacks_labels else {"lm loss": step.lm_loss}
+        points = {**loss, "learning-rate": step.learning_rate, "grad-norm": step.grad_norm,
                   "batch-size": step.global_batch_size, "iteration-time": step.step_time,
                   "skipped": float(step.skipped), "nan": float(step.nan), "consumed-tokens": step.consumed_tokens}
         points |= {name if "/" in name else name.replace("_", "-"): value for name, value in step.extra.items()}
@@ -210,9 +170,10 @@ class Recorder:
         self._to_tensorboard(points, step.iteration, step.consumed_samples)
 
     def _to_tensorboard(self, points: dict[str, float], iteration: int, consumed_samples: int) -> None:
-        for name, value in points.items():
-            self.tensorboard.add_scalar(name, value, iteration)
-            self.tensorboard.add_scalar(f"{name} vs samples", value, consumed_samples)
+        if self.tensorboard is None:
+            return
+        with self._surviving_errors(f"--tensorboard-dir {self.run.logging.tensorboard_dir}"):
+            self.tensorboard.add(points, iteration, consumed_samples)
 
     def evaluation(self, losses: dict[str, float], iteration: int, consumed_samples: int,
                    consumed_tokens: int) -> None:
@@ -226,18 +187,18 @@ class Recorder:
             self.say(f"{long_name} loss at iteration {iteration} | lm loss value: {loss:.6E} | "
                      f"lm loss PPL: {perplexity:.6E} |")
             row |= {f"{kind}_loss{slash}{own_name}": loss, f"{kind}_ppl{slash}{own_name}": perplexity}
-            if self.tensorboard is not None:
-                points = {f"lm loss {long_name}": loss}
-                if self.run.logging.log_validation_ppl_to_tensorboard:
-                    points[f"lm loss {long_name} ppl"] = perplexity
-                self._to_tensorboard(points, iteration, consumed_samples)
+            points = {f"lm loss {long_name}": loss}
+            if self.run.logging.log_validation_ppl_to_tensorboard:
+                points[f"lm loss {long_name} ppl"] = perplexity
+            self._to_tensorboard(points, iteration, consumed_samples)
         self._write(row)
 
     def progress(self, text: str) -> None:
         """Append a line to SAVE/progress.txt (``--log-progress``)."""
         if self.is_writer and self.run.logging.log_progress and self.run.checkpoint.save:
-            with (Path(self.run.checkpoint.save) / "progress.txt").open("a") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.run.parallel.world_size} ranks\t{text}\n")
+            path, world = Path(self.run.checkpoint.save) / "progress.txt", self.run.parallel.world_size
+            with self._surviving_errors(str(path)), path.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t{world} rank{'s' * (world > 1)}\t{text}\n")
 
     def speed(self, samples: int, seconds: float) -> dict[str, float]:
         """Tokens/s of the whole run, model TFLOP/s of each device, and shares of the device's peak where it is known.
@@ -257,14 +218,38 @@ class Recorder:
         flags = self.run.logging
         is_drawn = (bool(flags.tensorboard_dir) and flags.log_memory_to_tensorboard
                     and step.iteration % flags.tensorboard_log_interval == 0)
-        return largest_of_ranks(peak_memory(self.device), self.device) if is_logged or is_drawn else 0
+        return self._peak_memory() if is_logged or is_drawn else 0
+
+    def _peak_memory(self) -> int:
+        return largest_of_ranks(peak_memory(self.device), self.device)
 
     def close(self, *, failed: bool = False) -> None:
-        for sink in (self.metrics, self.tensorboard):
-            if sink is not None:
-                sink.close()
+        """Close all files.
+
+        Args:
+            failed: whether the run ends with an error, for Weights & Biases.
+        """
+        for file in (self.metrics, self.tensorboard):
+            if file is not None:
+                with self._surviving_errors("a metrics file"):
+                    file.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=int(failed))
+
+
+def _open_metrics(run: Run, state: TrainState) -> MetricsFile | None:
+    """metrics.jsonl in ``--save``; None without ``--save``.
+
+    Only a run that goes on in the directory it loads from continues the file. Elsewhere the file is another run's.
+    """
+    save, load = run.checkpoint.save, run.checkpoint.load
+    if not save:
+        return None
+    if run.train.skip_train:
+        return MetricsFile.appended(save)
+    if state.iteration and Path(load).resolve() == Path(save).resolve():
+        return MetricsFile.resumed(save, state.iteration)
+    return MetricsFile.fresh(save)
 
 
 def _timer_points(seconds: dict[str, float]) -> dict[str, float]:

@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_sp.config.schema import Logging, Run
+from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
+from megatron_sp.errors import ConfigError
+from megatron_sp.train.state import TrainState
 
 
-def open_tensorboard(flags: Logging, start_iteration: int) -> Any:
-    """A SummaryWriter, or None. On resume, points after ``start_iteration`` are dropped from view."""
+class TensorBoard:
+    """Write each value twice: by iteration, and by consumed samples as ``NAME vs samples``.
+
+    A resumed run hides the points of the steps that it makes again: TensorBoard then shows nothing from a given step on
+    in all curves of one directory. Iterations and samples are different counts, so the curves by samples have a
+    directory of their own, ``DIR/samples``.
+    """
+
+    def __init__(self, directory: str, queue_size: int, resumed_at: tuple[int, int] | None):
+        """
+        Args:
+            directory: of ``--tensorboard-dir``.
+            queue_size: pending events.
+            resumed_at: iteration and consumed samples after which older points are hidden; None: hide nothing.
+
+        Raises:
+            ConfigError: the directory cannot be written.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.directory = directory
+        first_iteration, first_sample = (count + 1 for count in resumed_at) if resumed_at else (None, None)
+        try:
+            self._by_iteration = SummaryWriter(directory, max_queue=queue_size, purge_step=first_iteration)
+            self._by_samples = SummaryWriter(str(Path(directory) / "samples"), max_queue=queue_size,
+                                             purge_step=first_sample)
+        except OSError as error:
+            raise ConfigError(f"--tensorboard-dir {directory} cannot be written ({error.strerror}); give a directory "
+                              "with write permission and free space") from None
+
+    def add(self, values: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
+        """Add one point for each value. Raises OSError when events can no longer be written."""
+        for name, value in values.items():
+            self._by_iteration.add_scalar(name, value, iteration)
+            self._by_samples.add_scalar(f"{name} vs samples", value, consumed_samples)
+
+    def close(self) -> None:
+        self._by_iteration.close()
+        self._by_samples.close()
+
+
+def open_tensorboard(run: Run, state: TrainState) -> TensorBoard | None:
+    """TensorBoard if ``--tensorboard-dir`` asks for it. A run that only evaluates hides no earlier point."""
+    flags = run.logging
     if not flags.tensorboard_dir:
         return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(flags.tensorboard_dir, max_queue=flags.tensorboard_queue_size,
-                         purge_step=start_iteration + 1 if start_iteration else None)
+    makes_steps_again = state.iteration > 0 and not run.train.skip_train
+    return TensorBoard(flags.tensorboard_dir, flags.tensorboard_queue_size,
+                       (state.iteration, state.consumed_samples) if makes_steps_again else None)
 
 
 def open_wandb(run: Run) -> Any:
-    """A Weights & Biases run, or None."""
+    """A Weights & Biases run if ``--wandb-project`` asks for one. Raises ConfigError when its directory cannot be."""
     flags = run.logging
     if not flags.wandb_project:
         return None
     import wandb
 
     directory = flags.wandb_save_dir or str(Path(run.checkpoint.save or ".") / "wandb")
-    Path(directory).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the Weights & Biases directory {directory} cannot be made ({error.strerror}); give "
+                          "--wandb-save-dir a directory with write permission") from None
     return wandb.init(project=flags.wandb_project, name=flags.wandb_exp_name or None,
                       entity=flags.wandb_entity or None, dir=directory, config=to_dict(run))

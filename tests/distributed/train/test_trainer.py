@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from megatron_sp.checkpoint.files import complete_iterations
 from megatron_sp.checkpoint.state_file import read_state
 from megatron_sp.data.batch import Microbatch
+from megatron_sp.data.indexed_dataset import IndexedDatasetBuilder
 from megatron_sp.train import garbage
 from megatron_sp.train.forward_backward import Engine
 from megatron_sp.train.report.metrics_file import read_metrics
@@ -104,8 +106,8 @@ def test_an_error_leaves_profile_and_logs_behind(tmp_path: Path) -> None:
     assert run_ranks(train_with_tracker, 2, flags, True) == [[1], []]     # 2 microbatches a step and rank
     (trace,) = (tmp_path / "profile").iterdir()
     assert trace.name == "rank0_steps_3-5.json.gz"
-    (row,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert row["iteration"] == 5 and row["nan"] and row["lm_loss"] is None
+    first, row = read_metrics(tmp_path / "metrics.jsonl")
+    assert first["iteration"] == 1 and row["iteration"] == 5 and row["nan"] and row["lm_loss"] is None
     assert run_ranks(train_with_tracker, 1, flags, False) == [[1]]
 
 
@@ -120,8 +122,9 @@ def train_with_stand_ins(flags: str) -> tuple[str, dict[str, list[int]], list[in
     trainers: list[Trainer] = []
 
     class Writer:
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            points.setdefault(name, []).append(step)
+        def add(self, values: dict[str, float], iteration: int, consumed_samples: int) -> None:
+            for name in values:
+                points.setdefault(name, []).append(iteration)
 
         def close(self) -> None:
             pass
@@ -140,7 +143,7 @@ def train_with_stand_ins(flags: str) -> tuple[str, dict[str, list[int]], list[in
         trainers.append(trainer)
         fit(trainer)
 
-    observe.open_tensorboard = lambda *_: Writer()
+    observe.open_tensorboard = lambda *_: Writer()  # type: ignore[assignment]
     garbage.gc = Collector("gc")
     Trainer.fit = remembered  # type: ignore
     return train(flags), points, collected
@@ -162,13 +165,13 @@ def test_fp16_finds_its_scale_and_the_schedule_waits(tmp_path: Path) -> None:
              "--save-interval 100")
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     assert run_ranks(train, 2, f"{flags} --save {straight}") == ["", ""]
-    assert run_ranks(train, 2, f"{flags} --save {halves} --exit-interval 7") == ["", ""]
+    assert run_ranks(train, 2, f"{flags} --save {halves} --exit-interval 3") == ["", ""]
     assert run_ranks(train, 2, f"{flags} --save {halves} --load {halves}") == ["", ""]
     rows = read_metrics(straight / "metrics.jsonl")
     skipped = [row["skipped"] for row in rows]
     first = skipped.index(False)
-    assert 7 < first < 18 and sum(skipped[first:]) <= 1
-    assert [row["loss_scale"] for row in rows[:3]] == [2.0**32, 2.0**32, 2.0**31]      # one is tolerated
+    assert 3 < first < 12 and sum(skipped[first:]) <= 1
+    assert [row["loss_scale"] for row in rows[:3]] == [2.0**24, 2.0**24, 2.0**23]      # one is tolerated
     updates = [row["iteration"] - 1 - sum(skipped[:row["iteration"] - 1]) for row in rows]
     assert [row["learning_rate"] for row in rows] == pytest.approx([min(1e-4 * count, 1e-3) for count in updates])
     assert [row["first_sample"] for row in rows] == list(range(0, 80, 4))
@@ -199,7 +202,7 @@ def test_from_the_default_scale_30_overflows_in_a_row_stop_too(tmp_path: Path) -
     """Of the gradients alone: where they came from is looked up once, at the end. A resume tries as often again."""
     flags = f"{LLAMA} --fp16 --ulysses-size 2 --train-iters 100 --save {tmp_path} --save-interval 100"
     outputs = run_ranks(output_with_overflowing_gradients, 2, flags)
-    assert "TrainingError: the last 30 steps changed nothing" in outputs[0] and "loss scale 8." in outputs[0]
+    assert "TrainingError: the last 30 steps changed nothing" in outputs[0] and "loss scale 1." in outputs[0]
     assert "The last one is iteration 30" in outputs[0] and "gradients are not on rank 0 (first" in outputs[0]
     assert outputs[0].count("gradients are not on") == 2      # in the log, and in the error
     assert complete_iterations(tmp_path) == [30]
@@ -239,7 +242,7 @@ def test_a_run_without_any_update_ends_with_a_warning(tmp_path: Path) -> None:
     flags = f"{LLAMA} --fp16 --train-iters 3 --save {tmp_path} --save-interval 100"
     (output,) = run_ranks(output_with_spoiled_loss, 1, flags, None, range(0), 1.0)
     assert "WARNING: none of the 3 steps of this run changed the weights" in output
-    assert "went from 4.29497e+09 to 1.07374e+09" in output and "--initial-loss-scale" in output
+    assert "went from 1.67772e+07 to 4.1943e+06" in output and "--initial-loss-scale" in output
 
 
 def test_evaluation_is_the_same_in_every_layout_and_changes_nothing(tmp_path: Path) -> None:
@@ -267,6 +270,48 @@ def test_evaluation_is_the_same_in_every_layout_and_changes_nothing(tmp_path: Pa
         assert len({row["valid_loss"] for row in rows}) == 4
         first_losses.append(rows[0]["valid_loss"])
     assert first_losses == pytest.approx([first_losses[0]] * len(first_losses), rel=1e-6)
+
+
+def test_data_without_any_label_has_no_loss_and_changes_no_weight(tmp_path: Path) -> None:
+    """Documents of nothing but end-of-document tokens, under a flag that masks what such tokens predict."""
+    random = np.random.default_rng(1)
+    for name, make in (("text", lambda: random.integers(0, 90, size=60)), ("empty", lambda: np.full(60, 96))):
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
+            for _ in range(40):
+                builder.add_document(make())
+            builder.finalize()
+    flags = (f"{LLAMA} --eod-mask-loss --train-iters 2 --eval-iters 2 --eval-interval 1 --save-interval 1 "
+             f"--ulysses-size 2 --train-data-path {tmp_path}/{{}} "
+             f"--valid-data-path bad={tmp_path}/empty good={tmp_path}/text --test-data-path {tmp_path}/empty "
+             f"--save {tmp_path}/save_{{}}")
+    for kind in ("text", "empty"):
+        output, _ = run_ranks(output_on_data, 2, flags.format(kind, kind))
+        assert output.count("WARNING: no token of the valid/bad set's 2 batches has a label") == 1
+        assert "test loss at iteration 2 | lm loss value: NAN" in output
+        rows = read_metrics(tmp_path / f"save_{kind}" / "metrics.jsonl")
+        for row in (row for row in rows if "valid_loss" in row):
+            assert row["valid_loss/bad"] is None and row["valid_loss"] == row["valid_loss/good"] > 4
+        assert rows[-1]["test_loss"] is None and rows[-1]["test_ppl"] is None
+    trained = [row for row in rows if "lm_loss" in row]
+    assert [(row["lm_loss"], row["valid_tokens"], row["skipped"], row["nan"]) for row in trained] == [
+        (None, 0, False, False)] * 2
+    assert output.count("has a label, because --eod-mask-loss masks all of them") == 1
+    assert "number of iterations without labels:   1 |" in output
+    assert "WARNING: none of the 2 steps of this run changed the weights, because no token" in output
+    before, after = (full_tensors(tmp_path / "save_empty" / f"iter_000000{step}") for step in (1, 2))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    counters = read_state(tmp_path / "save_empty" / "iter_0000002")["train"]
+    assert (counters["unlabelled_iterations"], counters["scheduler_samples"], counters["consumed_samples"]) == (2, 0, 8)
+
+
+def output_on_data(flags: str) -> str:
+    """What a run prints, on real data files."""
+    from tests.helpers import training
+
+    training.TRAINING = [word for word in training.TRAINING if word != "--mock-data"]
+    output, error = train_and_tell(flags)
+    assert error == "", error
+    return output
 
 
 def kill_when_evaluating(flags: str, rank: int) -> str:
@@ -303,6 +348,7 @@ def test_a_signal_to_one_rank_during_evaluation_saves_and_ends_all(tmp_path: Pat
     output, silent = run_ranks(kill_when_evaluating, 2, flags, 1)
     assert silent == ""
     assert complete_iterations(tmp_path) == [3]
+    assert [row["iteration"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]     # logged at the end
     assert "exiting at iteration 3: asked to by a signal to another rank" in output
     assert "validation loss" not in output
 
@@ -318,9 +364,9 @@ def test_memory_is_the_largest_ranks_and_the_last_save_is_timed(tmp_path: Path) 
     flags = f"{LLAMA} --save {tmp_path} --save-interval 4 --log-interval 3 --timing-log-level 1"
     assert run_ranks(train_with_unequal_memory, 2, flags) == ["", ""]
     *logged, end = read_metrics(tmp_path / "metrics.jsonl")
-    assert [(row["iteration"], row["peak_memory_bytes"]) for row in logged] == [(3, 1001), (6, 1001)]
-    assert [{"save", "datasets"} & row["times_ms"].keys() for row in logged] == [{"datasets"}, {"save"}]
-    assert end["iteration"] == 8 and {"batch", "save"} <= end["times_at_end_ms"].keys()
+    assert [(row["iteration"], row["peak_memory_bytes"]) for row in logged] == [(step, 1001) for step in (1, 3, 6, 8)]
+    assert [{"save", "datasets"} & row["times_ms"].keys() for row in logged] == [{"datasets"}, set(), {"save"}, set()]
+    assert end["iteration"] == 8 and end["times_at_end_ms"].keys() == {"save"}
 
 
 @pytest.mark.parametrize("flags, last", [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import re
 import sys
@@ -14,14 +14,16 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_sp.train.report.metrics_file import MetricsFile, read_metrics
-from megatron_sp.train.report.recorder import Interval, Recorder, StepReport, log_line
+from megatron_sp.train.report.metrics_file import read_metrics
+from megatron_sp.train.report.recorder import Recorder
+from megatron_sp.train.report.step_report import Interval, StepReport, log_line
 from megatron_sp.train.report.timers import Timers
+from megatron_sp.train.state import TrainState
 from tests.helpers.configs import tiny_run
 
 CPU = torch.device("cpu")
 STEP = StepReport(iteration=8, consumed_samples=64, consumed_tokens=4096, first_sample=56, global_batch_size=8,
-                  lm_loss=4.123456, grad_norm=1.2344, learning_rate=1e-4, step_time=0.0123, num_tokens=512,
+                  lm_loss=4.123456, grad_norm=1.2344, learning_rate=1e-4, step_time=0.0123, num_valid=512,
                   loss_scale=1.0)
 
 
@@ -53,7 +55,7 @@ def test_speed_is_the_same_for_any_split_of_the_sequence(tmp_path: Path) -> None
     found = []
     for world, layout in ((1, ""), (2, "--ulysses-size 2"), (2, "--tensor-model-parallel-size 2"), (2, "")):
         run = tiny_run(f"{model} {layout} --recompute-granularity full".split(), world)
-        found.append(Recorder(run, CPU, Timers(), start_iteration=0, is_writer=False).speed(4, 0.5))
+        found.append(Recorder(run, CPU, Timers(), TrainState(), is_writer=False).speed(4, 0.5))
     # per sequence of 64, forward: 2 x 64 x (4 x 8 x 8 + 2 x 8 x 32 + 97 x 8) + the causal half of 4 x 8 x 64^2
     layers, output, attention = 2 * 64 * (4 * 8 * 8 + 2 * 8 * 32), 2 * 64 * 97 * 8, 2 * 8 * 64**2
     flops = 3 * (layers + output + attention)
@@ -84,10 +86,38 @@ def test_the_line_averages_over_the_interval_and_leaves_out_skipped_steps() -> N
     assert "(ms): 19.0" in line
 
 
+def test_a_skipped_step_shows_its_finite_loss() -> None:
+    """While fp16 searches for its scale no step updates, and nothing is wrong with the losses."""
+    skipped = replace(STEP, skipped=True, grad_norm=math.inf)
+    line = log_line(STEP, interval_of(skipped, replace(skipped, lm_loss=4.5)), 100)
+    assert "lm loss: 4.311728E+00" in line and "number of skipped iterations:   2" in line
+    assert "lm loss: NAN" in log_line(STEP, interval_of(replace(STEP, lm_loss=math.nan, nan=True)), 100)
+
+
+def test_a_step_without_labels_is_counted_and_has_no_loss(tmp_path: Path) -> None:
+    empty = replace(STEP, lm_loss=math.nan, num_valid=0)
+    line = log_line(STEP, interval_of(empty, STEP), 100)
+    assert "lm loss: 4.123456E+00" in line and line.endswith("| number of iterations without labels:   1 |")
+    assert "without labels" not in log_line(STEP, interval_of(STEP), 100)
+    recorder = recorder_in(tmp_path)
+    recorder.step(empty, 8)
+    recorder.evaluation({"valid": math.nan}, 8, 64, 4096)
+    recorder.close()
+    step, evaluation = read_metrics(tmp_path / "metrics.jsonl")
+    assert step["lm_loss"] is None and step["valid_tokens"] == 0 and step["mean_lm_loss"] is None
+    assert evaluation["valid_loss"] is None and evaluation["valid_ppl"] is None
+
+
+def test_statistics_of_the_optimizer_stay_out_of_the_line() -> None:
+    step = replace(STEP, extra={"params_norm": 2.0, "optimizer/weight_l2": 3.0})
+    line = log_line(step, interval_of(step), 100)
+    assert "params norm: 2.000" in line and "optimizer" not in line
+
+
 def recorder_in(directory: Path, flags: str = "", start: int = 0) -> Recorder:
     run = tiny_run(f"--num-layers 1 --hidden-size 8 --num-attention-heads 1 --save {directory} --save-interval 9 "
                    f"--log-interval 2 {flags}".split())
-    return Recorder(run, CPU, Timers(run.logging.timing_log_level, CPU), start_iteration=start, is_writer=True)
+    return Recorder(run, CPU, Timers(run.logging.timing_log_level, CPU), TrainState(start, 8 * start), is_writer=True)
 
 
 def test_metrics_hold_the_steps_own_values_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,8 +127,11 @@ def test_metrics_hold_the_steps_own_values_in_full(tmp_path: Path, capsys: pytes
     recorder.evaluation({"valid": 2.0, "test": 3.0}, 4, 32, 2048)
     recorder.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["iteration"] for row in rows] == [2, 4, 4]
+    assert [row["iteration"] for row in rows] == [1, 2, 4, 4]      # the first step and every second
+    del rows[0]
     assert rows[1]["lm_loss"] == 1 / 4
+    assert (rows[1]["mean_over_steps"], rows[1]["mean_lm_loss"]) == (2, pytest.approx((1 / 3 + 1 / 4) / 2))
+    assert rows[1]["mean_step_time_ms"] == pytest.approx(12.3) and rows[1]["mean_tokens_per_s"] == 512 / 0.0123
     assert {"iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate",
             "global_batch_size", "step_time_ms", "tokens_per_s", "loss_scale", "skipped",
             "peak_memory_bytes"} <= rows[0].keys()
@@ -106,37 +139,55 @@ def test_metrics_hold_the_steps_own_values_in_full(tmp_path: Path, capsys: pytes
     assert rows[2]["valid_loss"] == 2.0 and rows[2]["test_loss"] == 3.0
     assert rows[2]["valid_ppl"] == pytest.approx(math.exp(2))
     out = capsys.readouterr().out
-    assert len(re.findall(r"iteration +\d+/ +4 \|", out)) == 2
+    assert len(re.findall(r"iteration +\d+/ +4 \|", out)) == 3
+    assert f"lm loss: {rows[1]['mean_lm_loss']:.6E}" in out
     assert "validation loss at iteration 4 | lm loss value: 2.000000E+00" in out
+
+
+def test_the_last_step_is_logged_once(tmp_path: Path) -> None:
+    """Whether the trainer knows that it is the last, or a signal comes after it was counted."""
+    for place, known in ((tmp_path / "known", True), (tmp_path / "unknown", False)):
+        recorder = recorder_in(place, "--log-interval 100")
+        for iteration in (1, 2, 3):
+            recorder.step(replace(STEP, iteration=iteration), 100, is_last=known and iteration == 3)
+        recorder.flush(3, 24, 100)
+        recorder.close()
+        rows = read_metrics(place / "metrics.jsonl")
+        assert [(row["iteration"], row["mean_over_steps"]) for row in rows] == [(1, 1), (3, 2)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to a device that is always full")
+def test_a_full_disk_costs_the_log_and_not_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("metrics.jsonl", "progress.txt"):
+        (tmp_path / name).symlink_to("/dev/full")
+    recorder = recorder_in(tmp_path, "--log-progress")
+    for iteration in (1, 2, 3, 4):
+        recorder.step(replace(STEP, iteration=iteration), 4)
+        recorder.progress("saved")
+    recorder.close()
+    out = capsys.readouterr().out
+    for name in ("metrics.jsonl", "progress.txt"):
+        (warning,) = [line for line in out.splitlines() if f"WARNING: {tmp_path / name} cannot be written" in line]
+        assert "No space left on device" in warning and "Training goes on" in warning
+    with open("/dev/full", "w", buffering=1) as full:      # a log file on the full disk
+        monkeypatch.setattr(sys, "stdout", full)
+        recorder.say("nobody reads this")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_a_rank_that_does_not_write_leaves_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny_run(f"--num-layers 1 --hidden-size 8 --num-attention-heads 1 --save {tmp_path} --save-interval 9 "
                    "--log-interval 1".split())
-    recorder = Recorder(run, CPU, Timers(run.logging.timing_log_level, CPU), start_iteration=0, is_writer=False)
+    recorder = Recorder(run, CPU, Timers(), TrainState(), is_writer=False)
     recorder.step(STEP, 8)
     recorder.evaluation({"valid": 1.0}, 8, 64, 4096)
     recorder.close()
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
 
 
-def test_resume_keeps_the_rows_up_to_its_iteration(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 2, "valid_loss": 1}\n{"iteration": 3}\n{"iter')
-    metrics = MetricsFile(tmp_path, start_iteration=2)
-    metrics.write({"iteration": 3, "lm_loss": math.nan})
-    metrics.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"iteration": 1}, {"iteration": 2}, {"iteration": 2, "valid_loss": 1}, {"iteration": 3, "lm_loss": None}]
-
-
-def test_a_fresh_run_sets_older_metrics_aside(tmp_path: Path) -> None:
-    for number in range(3):
-        metrics = MetricsFile(tmp_path, start_iteration=0)
-        metrics.write({"iteration": number})
-        metrics.close()
-    assert {path.name: read_metrics(path)[0]["iteration"] for path in tmp_path.iterdir()} == {
-        "metrics.1.jsonl": 0, "metrics.2.jsonl": 1, "metrics.jsonl": 2}
 
 
 def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
@@ -178,20 +229,20 @@ def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
         with recorder.timers("save", occasional=True):
             pass
     recorder.evaluation({"valid": 2.0}, 2, 16, 1024)
-    recorder.flush(2, 16)
+    recorder.flush(2, 16, 2)
     recorder.close()
     assert (points["batch-time", 1], points["batch-time", 2]) == (3, 7)      # each step's own
     assert points["save-time", 2] == 2 and ("save-time", 1) not in points
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert rows[0]["times_ms"] == {"batch": 5000, "save": 5000}
-    assert rows[2]["times_at_end_ms"] == {"save": 2000}
+    assert [row.get("times_ms") for row in rows[:2]] == [{"batch": 3000}, {"batch": 7000, "save": 5000}]
+    assert rows[3]["times_at_end_ms"] == {"save": 2000}
     assert points["lm loss", 1] == points["lm loss", 2] == points["lm loss vs samples", 16] == 4.123456
     assert points["lm loss validation vs samples", 16] == points["lm loss validation", 2] == 2.0
     assert points["lm loss validation ppl", 2] == pytest.approx(math.exp(2))
     names = {name for name, _ in points}
     assert {"learning-rate", "grad-norm", "batch-size", "loss-scale", "peak-memory-bytes"} <= names
-    assert [step for step, _ in logged] == [2, 2, 2, -1]
-    assert logged[0][1]["lm_loss"] == 4.123456 and logged[1][1]["valid_loss"] == 2.0
+    assert [step for step, _ in logged] == [1, 2, 2, 2, -1]
+    assert logged[1][1]["lm_loss"] == 4.123456 and logged[2][1]["valid_loss"] == 2.0
 
 
 @pytest.mark.parametrize("flags, more", [
@@ -202,15 +253,15 @@ def test_tensorboard_gets_throughput_and_times_when_asked(tmp_path: Path, flags:
     points: dict[str, float] = {}
 
     class Writer:
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            points[name] = value
+        def add(self, values: dict[str, float], iteration: int, consumed_samples: int) -> None:
+            points.update(values)
 
     recorder = recorder_in(tmp_path, flags)
-    recorder.tensorboard = Writer()
+    recorder.tensorboard = Writer()  # type: ignore[assignment]
     with recorder.timers("batch"):
         pass
     recorder.step(STEP, 8)
-    assert {name for name in points if " vs " not in name} == {
+    assert points.keys() == {
         "lm loss", "learning-rate", "grad-norm", "batch-size", "iteration-time", "loss-scale", "skipped", "nan",
         "consumed-tokens", *more}
     if "throughput" in more:

@@ -1,0 +1,123 @@
+"""Resume from ``--load``: fill model and optimizer, and compare the checkpoint's flags with the command line's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_sp.checkpoint import compare
+from megatron_sp.checkpoint.state_file import read_part
+from megatron_sp.config.schema import Run
+from megatron_sp.config.serialize import to_dict
+from megatron_sp.errors import CheckpointError
+from megatron_sp.train.schedule import Schedule
+
+#: What determines the length of a batch and of a run, and with them everything that is counted in samples.
+_LENGTHS = ("train.train_iters", "train.train_samples", "train.global_batch_size", "train.rampup_batch_size",
+            "train.step_batch_size_schedule", "data.seq_length")
+_WARMUP = ("schedule.lr_warmup_iters", "schedule.lr_warmup_samples", "schedule.lr_warmup_tokens",
+           "schedule.lr_warmup_fraction")
+_DECAY = ("schedule.lr_decay_iters", "schedule.lr_decay_samples", "schedule.lr_decay_tokens")
+_WEIGHT_DECAY = ("optimizer.weight_decay",)
+
+#: Flags whose default is the length of the run, and the field of ``Train`` that they then follow.
+_FOLLOWS = {"schedule.lr_decay_iters": "train_iters", "schedule.lr_decay_samples": "train_samples"}
+
+#: Field of ``Schedule`` -> what it is in words, and the flags that it is computed from.
+SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "style": ("shape of the decay", ("schedule.lr_decay_style",)),
+    "peak": ("peak learning rate", ("schedule.lr",)),
+    "minimum": ("smallest learning rate", ("schedule.min_lr",)),
+    "warmup_start": ("learning rate at the start of the warm-up", ("schedule.lr_warmup_init",)),
+    "warmup_samples": ("samples of warm-up", (*_WARMUP, *_DECAY, *_LENGTHS)),
+    "decay_samples": ("samples of warm-up and decay", (*_DECAY, *_LENGTHS)),
+    "final_style": ("shape of the final decay", ("schedule.lr_wsd_decay_style",)),
+    "final_samples": ("samples of the final decay",
+                      ("schedule.lr_wsd_decay_iters", "schedule.lr_wsd_decay_samples", *_DECAY, *_LENGTHS)),
+    "weight_decay_style": ("shape of the weight decay's change", ("optimizer.weight_decay_incr_style",)),
+    "weight_decay_start": ("first weight decay", ("optimizer.start_weight_decay", *_WEIGHT_DECAY)),
+    "weight_decay_end": ("last weight decay", ("optimizer.end_weight_decay", *_WEIGHT_DECAY)),
+    "weight_decay_samples": ("samples over which the weight decay changes", _LENGTHS),
+}
+
+
+def load(run: Run, model: Any, optimizer: Any) -> dict[str, Any] | None:
+    """Fill model and optimizer from ``--load``; return the saved plain state, or None when nothing is there.
+
+    A run that only evaluates leaves the optimizer as it is.
+
+    Raises:
+        CheckpointError: nothing is there under ``--exit-on-missing-checkpoint`` or ``--ckpt-step``, the checkpoint is
+            damaged, or it holds another model.
+    """
+    from megatron_sp.checkpoint.store import load_checkpoint
+
+    flags = run.checkpoint
+    saved = load_checkpoint(flags.load, model, None if run.train.skip_train else optimizer, run,
+                            iteration=flags.ckpt_step or None)
+    if saved is None and flags.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--load {flags.load} holds no checkpoint and "
+                              "--exit-on-missing-checkpoint is given; name a directory that has one")
+    return saved
+
+
+def resume_notes(run: Run, saved: dict[str, Any] | None) -> list[str]:
+    """What the user should know about a resume, one line each."""
+    if saved is None:
+        return [f"WARNING: --load {run.checkpoint.load} holds no checkpoint; starting afresh"]
+    return [f"resumed from {run.checkpoint.load} at iteration {saved['iteration']}",
+            *(f"WARNING: {note}" for note in saved["notes"]),
+            *(f"WARNING: {line}" for line in compare.changed(saved["config"], run))]
+
+
+def choose_schedule(schedule: Schedule, saved: dict[str, Any], run: Run) -> Schedule:
+    """Return the schedule to train on with: the command line's and the checkpoint's agree, or a flag decides.
+
+    Args:
+        schedule: of the command line.
+        saved: the checkpoint's plain state.
+
+    Raises:
+        CheckpointError: they differ and no flag says which one counts.
+    """
+    theirs, flags = read_part(saved, "schedule", Schedule.from_dict), run.schedule
+    if flags.use_checkpoint_opt_param_scheduler:
+        return theirs
+    fields = schedule.differences(theirs)
+    if not fields or flags.override_opt_param_scheduler:
+        return schedule
+    listed = "; ".join(_difference(name, schedule, theirs, saved["config"], run) for name in fields)
+    raise CheckpointError(
+        f"--load {run.checkpoint.load} was trained with another schedule: {listed}. Give the checkpoint's flags, or "
+        "--override-opt_param-scheduler to use the command line's schedule, or --use-checkpoint-opt_param-scheduler to "
+        "use the checkpoint's")
+
+
+def _difference(name: str, mine: Schedule, theirs: Schedule, saved: dict[str, Any], run: Run) -> str:
+    """One difference, with the flags that cause it on both sides."""
+    what, keys = SOURCES[name]
+    sides = _typed(to_dict(run), keys), _typed(saved, keys)
+    causes = [key for key in keys if sides[0][key] != sides[1][key]]
+    told = []
+    for values, schedule, place in zip(sides, (mine, theirs), ("here", "in the checkpoint")):
+        flags = ", ".join(_flag_in_words(key, values[key]) for key in causes)
+        value = getattr(schedule, name)
+        told.append((f"{value:g}" if isinstance(value, float) else str(value)) + f" {place}"
+                    + (f" ({flags})" if flags else ""))     # without: something else decides, such as the ranks
+    return f"the {what} {'are' if what.startswith('samples') else 'is'} {' and '.join(told)}"
+
+
+def _typed(config: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """The values of these flags in a plain configuration, with 0 for a decay that only follows the run's length."""
+    values = {}
+    for key in keys:
+        section, field = key.split(".")
+        values[key] = compare.plain(config.get(section, {}).get(field, 0))
+        length = _FOLLOWS.get(key)
+        if length and values[key] == config.get("train", {}).get(length):
+            values[key] = 0
+    return values
+
+
+def _flag_in_words(key: str, value: Any) -> str:
+    flag = compare.flag_name(*key.split("."))
+    return f"{flag} {compare.shown(value)}" if value not in (0, "", [], -1.0) else f"no {flag}"
