@@ -44,7 +44,7 @@ class SilentRecorder(Recorder):
     """A recorder that writes nothing and keeps the losses of evaluations, by name of the data set."""
 
     def __init__(self, run: Run, mesh: ParallelMesh, timers: Timers):
-        super().__init__(run, mesh.device, timers, start_iteration=0, is_writer=False)
+        super().__init__(run, mesh.device, timers, TrainState(), is_writer=False)
         self.losses: dict[str, float] = {}
 
     def evaluation(self, losses: Mapping[str, float], *where: int) -> None:
