@@ -74,7 +74,7 @@ command=(
     --attention-dropout 0 --hidden-dropout 0
     --ulysses-size "$nproc" --zero-stage 3
     --micro-batch-size 1 --global-batch-size 2 --train-iters "$total"
-    --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
+    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$tokenizer" --data-path "$data" --split '90,8,2'
     --eval-interval "$interval" --eval-iters 8 --log-interval 2
     --save "$checkpoints" --save-interval "$total"

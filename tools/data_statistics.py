@@ -1,8 +1,12 @@
 #!/usr/bin/env python3
-"""What is in a preprocessed dataset: documents, tokens, the longest document, unigram entropy.
+"""Print what is in a preprocessed dataset: documents, tokens, the longest document, unigram entropy.
 
-The unigram entropy (nats per token) is the loss of the best model that knows how often each token
-occurs and nothing else: a trained model must end well below it.
+The unigram entropy (nats per token) is the loss of the best model that knows how often each token occurs and nothing
+else. A trained model must end well below it.
+
+Example:
+
+    python tools/data_statistics.py data/corpus_text_document
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from megatron_sp.runtime import run_program  # noqa: E402
 
 
 def statistics(dataset: IndexedDataset) -> dict[str, float | int]:
-    """Counts and entropy of a dataset, as plain numbers."""
+    """Return counts and entropy of a dataset as plain numbers."""
     counts = np.zeros(0, dtype=np.int64)
     for index in progress_bar(range(len(dataset.lengths)), desc="Counting tokens", unit=" documents", leave=False):
         found = np.bincount(dataset.get(index))
@@ -36,7 +40,7 @@ def statistics(dataset: IndexedDataset) -> dict[str, float | int]:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Entropy in nats of the distribution with these counts."""
+    """Return the entropy in nats of the distribution with these counts."""
     shares = counts[counts > 0] / max(counts.sum(), 1)
     return float(-(shares * np.log(shares)).sum()) + 0.0
 
@@ -44,7 +48,7 @@ def entropy(counts: np.ndarray) -> float:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("prefix", help="dataset without .bin and .idx")
+    parser.add_argument("prefix", metavar="PREFIX", help="path of the dataset without .bin and .idx")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp import runtime  # noqa: E402
 from megatron_sp.errors import ConfigError, DataError  # noqa: E402
+from megatron_sp.output_files import complete_file  # noqa: E402
+from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,8 +96,8 @@ def evaluate(model: GPT, data: IndexedDataset, chosen: list[int], seq_length: in
         length = int(data.lengths[index])
         ids = data.get(index, 0, min(length, seq_length + 1)).astype(np.int64)
         if int(ids.max()) >= vocab_size:
-            raise DataError(f"document {index} has the token id {int(ids.max())}, but the model's vocabulary has "
-                            f"{vocab_size}; the data was preprocessed with another tokenizer")
+            raise DataError(f"document {index} of {data.prefix}.bin has the token id {int(ids.max())}, but the model's "
+                            f"vocabulary has {vocab_size}; the data was preprocessed with another tokenizer")
         losses = token_losses(model, torch.from_numpy(ids).to(device))
         found.append(DocumentLosses(index, length, losses.cpu().numpy()))
     return found
@@ -140,12 +142,7 @@ def report(documents: list[DocumentLosses], seq_length: int) -> dict[str, Any]:
 
 def draw(result: dict[str, Any], picture: Path, title: str) -> None:
     """Loss by position, and loss by length of document, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for key, label, style in (("by_position", f"all {result['documents']} documents", "o-"),
                               ("by_position_of_long_documents",
                                f"the {result['long_documents']} that fill {result['seq_length']} tokens", "s--")):
@@ -163,8 +160,7 @@ def draw(result: dict[str, Any], picture: Path, title: str) -> None:
     for axis in (left, right):
         axis.grid(alpha=0.3)
     figure.suptitle(title)
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)
+    save_picture(figure, picture)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -206,19 +202,16 @@ def main(argv: list[str]) -> None:
     model = load_model(for_device(run), arguments.load, arguments.ckpt_step)
     result = report(evaluate(model, data, chosen, seq_length, run.model.vocab_size), seq_length)
     runtime.stop()
-    picture = arguments.output.with_suffix(".png")
-    try:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-        draw(result, picture, f"{arguments.load} on {arguments.data_path}")
-    except OSError as error:
-        raise DataError(f"--output {arguments.output} cannot be written ({error.strerror}); give another "
-                        "file") from None
     print(f"{result['documents']} documents, {result['tokens']:,} tokens: loss {result['loss']:.4f}, perplexity "
           f"{result['perplexity']:.2f}")
     for row in result["by_position_of_long_documents"] or result["by_position"]:
         first, last = row["tokens_before"]
         print(f"  {first:>8,} to {last:>8,} tokens before: loss {row['loss']:.4f} ({row['documents']} documents)")
+    # Only now, so that a full disk or a missing matplotlib costs no result.
+    with complete_file(arguments.output, "--output") as file:
+        file.write((json.dumps(result, indent=1) + "\n").encode())
+    picture = arguments.output.with_suffix(".png")
+    draw(result, picture, f"{arguments.load} on {arguments.data_path}")
     print(f"picture: {picture}")
 
 

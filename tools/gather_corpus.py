@@ -2,7 +2,11 @@
 """Gather a corpus of long documents from this interpreter's own standard library.
 
 One document per module, the longest first until ``--max-bytes`` is reached, written in a fixed
-shuffled order as JSON lines ``{"text": ..., "name": ..., "bytes": ...}``. Needs no download.
+shuffled order as JSON lines ``{"text": ..., "name": ..., "bytes": ...}``. Nothing is downloaded.
+
+Example:
+
+    python tools/gather_corpus.py --output corpus.jsonl --max-bytes 1000000
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.errors import DataError  # noqa: E402
+from megatron_sp.output_files import complete_file  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
@@ -26,7 +31,7 @@ SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages"}
 
 
 def find_modules(root: Path) -> list[Path]:
-    """All Python source files below ``root``, without installed packages, in a stable order."""
+    """Return all Python source files below ``root``, without installed packages, in a stable order."""
     return sorted(_walk(root))
 
 
@@ -37,7 +42,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def choose(modules: list[Path], max_bytes: int, min_bytes: int) -> list[Path]:
-    """The longest modules of at least ``min_bytes`` that together stay within ``max_bytes``."""
+    """Return the longest modules of at least ``min_bytes`` that together stay within ``max_bytes``."""
     chosen, total = [], 0
     for size, path in sorted(((path.stat().st_size, path) for path in modules), reverse=True):
         if size < min_bytes:
@@ -49,30 +54,27 @@ def choose(modules: list[Path], max_bytes: int, min_bytes: int) -> list[Path]:
 
 
 def write_corpus(output: Path, root: Path, modules: list[Path]) -> tuple[int, int]:
-    """Write one JSON line per module that is valid UTF-8; complete or not at all.
+    """Write one JSON line for each module that is valid UTF-8, completely or not at all.
 
     Returns:
         Number of documents and their bytes.
     """
-    # Split boundaries follow the order of the documents: neighbours in a package must not stay together.
+    # --split cuts the documents in their order: modules of one package must not all fall into the same part.
     order = sorted(modules, key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest())
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(output.name + ".part")
     documents = size = 0
-    with open(aside, "w", encoding="utf-8") as file:
+    with complete_file(output, "--output") as file:
         for path in progress_bar(order, desc="Gathering documents", unit=" documents"):
             try:
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):
                 continue  # the library's own tests of encodings hold files that are broken on purpose
             length = len(text.encode())
-            file.write(json.dumps({"text": text, "name": str(path.relative_to(root)), "bytes": length}) + "\n")
+            row = {"text": text, "name": str(path.relative_to(root)), "bytes": length}
+            file.write((json.dumps(row) + "\n").encode())
             documents, size = documents + 1, size + length
-    if not documents:
-        aside.unlink()
-        raise DataError(f"no Python module of the wanted size below {root}; give another directory with --root or "
-                        "lower --min-bytes")
-    aside.replace(output)
+        if not documents:
+            raise DataError(f"no Python module of the wanted size below {root}; give another directory with --root or "
+                            "lower --min-bytes")
     return documents, size
 
 

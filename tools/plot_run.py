@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Draw one or several runs from their metrics.jsonl to a PNG, and print a short summary of each.
 
-A run is given by its metrics.jsonl or by the directory that holds it, and may be named:
-``plot_run.py runs/a "long context=runs/b" --output ab.png``.
+A run is given by its metrics.jsonl or by the directory that holds it, and may be named. Example:
+
+    python tools/plot_run.py runs/a "long context=runs/b" --output ab.png
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.errors import ConfigError, DataError  # noqa: E402
+from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 from megatron_sp.train.report.metrics_file import NAME, read_metrics  # noqa: E402
 
@@ -34,12 +36,12 @@ class RunMetrics:
     records: list[dict[str, Any]]
 
     def series(self, key: str, x: str = "consumed_tokens") -> list[Point]:
-        """(x, value) of the records that hold a finite number under ``key``."""
+        """Return (x, value) of the records that hold a finite number under ``key``."""
         return [(record[x], record[key]) for record in self.records
                 if _is_finite(record.get(key)) and _is_finite(record.get(x))]
 
     def validation_sets(self) -> list[str]:
-        """Keys of the validation losses: their mean or only one, then the named ones."""
+        """Return the keys of the validation losses: the mean or the only one first, then the named ones."""
         found = {key for record in self.records for key, value in record.items()
                  if key.partition("/")[0] == "valid_loss" and _is_finite(value)}
         return sorted(found)
@@ -78,7 +80,7 @@ def read_run(argument: str) -> RunMetrics:
 
 
 def smooth(points: list[Point], window: int) -> list[Point]:
-    """Mean of each point and up to ``window - 1`` points before it, fewer where the loss falls fast."""
+    """Return the mean of each point and up to ``window - 1`` points before it, fewer where the loss falls fast."""
     smoothed: list[Point] = []
     for index, (x, _) in enumerate(points):
         near = [value for _, value in points[index + 1 - min(window, 1 + index // 4):index + 1]]
@@ -87,7 +89,7 @@ def smooth(points: list[Point], window: int) -> list[Point]:
 
 
 def summary(run: RunMetrics, references: list[tuple[str, float]]) -> list[str]:
-    """A few lines that say how the run went."""
+    """Return a few lines that say how the run went."""
     loss = run.series("lm_loss")
     speed = sorted(value for _, value in run.series("tokens_per_s"))
     last = run.records[-1]
@@ -110,22 +112,18 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", li
 
     Args:
         x: key of the horizontal axis.
-        linear: draw the loss over a linear instead of a logarithmic axis.
+        linear: draw the loss over a linear horizontal axis and show all of it, instead of a logarithmic axis and a
+            vertical range without the first fall.
         window: points to smooth the training loss over; 0: a 25th of the run.
         references: named losses to draw as horizontal lines.
 
     Raises:
         DataError: matplotlib is missing, or the output cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise DataError("drawing needs matplotlib; install it with: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    pyplot = load_pyplot()
     from matplotlib.ticker import EngFormatter
 
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
+    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
     (loss, rate), (norm, speed) = axes
     for index, run in enumerate(runs):
         _draw_loss(loss, run, f"C{index}", x, window)
@@ -139,32 +137,43 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", li
         axis.set(title=heading, ylabel=unit, xlabel=label)
         axis.grid(alpha=0.3)
     if not linear and any(run.series("lm_loss", x) for run in runs):
-        loss.set_xscale("log")  # loss falls with the logarithm of the tokens
+        loss.set_xscale("log")  # the loss falls about as the logarithm of the tokens
     for axis in axes.flat:
         axis.xaxis.set_major_formatter(EngFormatter())
     if any(run.series("grad_norm", x) for run in runs):
         norm.set_yscale("log")
     rate.set_ylim(bottom=0)
     speed.set_ylim(bottom=0)
-    loss.legend()
-    if len(runs) > 1:
-        rate.legend()
+    if not linear:
+        _leave_out_the_first_fall(loss, runs, x, [value for _, value in references or []])
+    # Below the panels, where it hides no data however many runs there are.
+    handles, names = loss.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=min(3, len(names)), frameon=False, fontsize=9)
     figure.suptitle(title or ", ".join(run.name for run in runs))
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output, dpi=120, format="png")
-    except OSError as error:
-        raise DataError(f"--output {output} cannot be written ({error.strerror}); give another file") from None
-    finally:
-        plt.close(figure)
+    save_picture(figure, output)
+
+
+def _leave_out_the_first_fall(axis: Axes, runs: list[RunMetrics], x: str, references: list[float]) -> None:
+    """Let the axis of the loss begin above where most of each run is, so that its second half is not squeezed.
+
+    The loss of the first steps falls from the logarithm of the vocabulary size, far above all later values.
+    """
+    later = [value for run in runs for key in ("lm_loss", *run.validation_sets())
+             for value in [value for _, value in run.series(key, x)][len(run.series(key, x)) // 10:]]
+    if later:
+        low, high = min([*later, *references]), max([*later, *references])
+        margin = 0.05 * (high - low) or 0.1
+        axis.set_ylim(low - margin, high + margin)
 
 
 def _draw_loss(axis: Axes, run: RunMetrics, color: str, x: str, window: int) -> None:
     points = run.series("lm_loss", x)
     window = window or max(1, len(points) // 25)
+    label = f"{run.name}: training"
     if window > 1:
-        _line(axis, points, color=color, alpha=0.25)
-    _line(axis, smooth(points, window), color=color, label=f"{run.name}: training")
+        _line(axis, points, color=color, alpha=0.3, linewidth=0.8, label=f"{label}, each logged step")
+        label += f", mean of {window}"
+    _line(axis, smooth(points, window), color=color, label=label)
     for key in run.validation_sets():
         own_name = key.partition("/")[2]
         style = {"linestyle": ":", "marker": "s", "markersize": 4} if own_name else {
@@ -195,7 +204,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--x", default="consumed_tokens", choices=("consumed_tokens", "consumed_samples", "iteration"),
                         help="horizontal axis (default: %(default)s)")
-    parser.add_argument("--linear", action="store_true", help="linear instead of logarithmic axis below the loss")
+    parser.add_argument("--linear", action="store_true", help="draw the loss over a linear axis and show its first fall too")
     parser.add_argument("--smooth", type=int, default=0, metavar="N",
                         help="smooth the training loss over N points (default: a 25th of the run)")
     parser.add_argument("--reference", type=_reference, action="append", default=[], metavar="NAME=LOSS",

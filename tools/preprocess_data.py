@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
 """Tokenize jsonl files into the token sets that pretrain_gpt.py reads.
 
+Example (writes data/corpus_text_document.bin and .idx, byte for byte what Megatron's tool writes):
+
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
-
-writes data/corpus_text_document.bin and .idx, byte for byte what Megatron's tool writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import glob
 import os
 import signal
 import sys
@@ -22,7 +21,8 @@ from typing import NoReturn
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron_sp.config.schema import Data  # noqa: E402
-from megatron_sp.errors import ConfigError, DataError  # noqa: E402
+from megatron_sp.data.json_lines import find_inputs  # noqa: E402
+from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 # Spellings people bring (after "_" became "-").
@@ -42,7 +42,6 @@ REFUSED = {"--split-sentences": "sentences are not split; that is for BERT and T
            "--patch-tokenizer-type": "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIRECTORY",
            "--tokenizer-file": "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIRECTORY",
            "--vocab-extra-ids": "extra ids are not supported"}
-UNREADABLE = (".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow")
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,6 +72,9 @@ def build_parser() -> Parser:
     group.add_argument("--tokenizer-model", default="", metavar="PATH",
                        help="SentencePiece .model file or Hugging Face directory")
     group.add_argument("--vocab-size", type=int, default=0, metavar="N", help="vocabulary size of NullTokenizer")
+    group.add_argument("--parse-special-tokens", action="store_true",
+                       help="let special tokens that are spelled in a text, such as <s>, become their ids; by default "
+                            "they are plain text (Hugging Face tokenizers only)")
     group.add_argument("--trust-remote-code", action="store_true", help="let a Hugging Face tokenizer run its own code")
     group = parser.add_argument_group("running")
     group.add_argument("--workers", type=int, default=0, metavar="N",
@@ -81,7 +83,7 @@ def build_parser() -> Parser:
                        help="accepted; the output is one token set in input order all the same")
     group.add_argument("--log-interval", type=int, default=1000, metavar="N",
                        help="documents between updates of the figures beside the progress bar (default: 1000)")
-    for name, count in HINTS.items():
+    for name, count in HINTS.items():  # accepted without effect, so not shown
         nargs = {"nargs": count} if count else {"action": "store_true"}
         parser.add_argument(name, dest="hint" + name, help=argparse.SUPPRESS, default=None, **nargs)  # type: ignore[arg-type]
     return parser
@@ -123,27 +125,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """Files of ``--input``, patterns filled in, in order.
-
-    Raises:
-        DataError: a file does not exist or has a format that is not read.
-    """
-    paths: list[str] = []
-    for pattern in patterns:
-        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
-        if not found:
-            raise DataError(f"--input {pattern} does not exist" +
-                            (" (no file matches)." if glob.has_magic(pattern) else "."))
-        for path in found:
-            if os.path.isdir(path):
-                raise DataError(f"--input {path} is a directory; give files, for example '{path}/*.jsonl'.")
-            if path.endswith(UNREADABLE):
-                raise DataError(f"--input {path}: only .jsonl and .jsonl.gz are read; convert it first.")
-        paths += found
-    return paths
-
-
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -177,7 +158,7 @@ def run(arguments: argparse.Namespace, paths: list[str]) -> int:
                 merge_file=arguments.merge_file, tokenizer_model=arguments.tokenizer_model,
                 trust_remote_code=arguments.trust_remote_code)
     job = Job(data, arguments.vocab_size, tuple(arguments.json_keys), arguments.append_eod,
-              arguments.on_error == "skip")
+              arguments.on_error == "skip", arguments.parse_special_tokens)
     size = sum(os.path.getsize(path) for path in paths)
     # Starting processes takes longer than reading a small input.
     workers = arguments.workers or (_cores() if size > 1 << 20 else 1)
@@ -218,8 +199,16 @@ def report(summary: object, arguments: argparse.Namespace, seconds: float) -> No
         empty = f", {summary.empty[key]:,} empty (no tokens stored)" if summary.empty[key] else ""
         print(f"  {arguments.output_prefix}_{key}_document: {summary.tokens[key]:,} tokens, longest document "
               f"{summary.longest[key]:,}{empty}")
+        if summary.unknown[key]:
+            share = summary.unknown[key] / summary.tokens[key]
+            print(f"  WARNING: {summary.unknown[key]:,} of these tokens ({share:.2%}) are the unknown token: the "
+                  "tokenizer cannot represent that text.")
     for reason, count in summary.skipped.most_common():
-        print(f"  skipped {count:,} lines: {reason} (first: {summary.first_skipped[reason]})")
+        print(f"  skipped {count:,} line{'s' * (count > 1)}: {reason} (first: {summary.first_skipped[reason]})")
+    if summary.changed:
+        print(f"WARNING: {summary.changed} of {summary.compared} texts that were decoded again did not come back as "
+              f"they were (first: {summary.first_changed}).\n         The tokenizer changes or drops characters, often "
+              "line ends, repeated blanks or unknown letters. A tokenizer of tools/train_tokenizer.py keeps all.")
     if not tokens:
         print("WARNING: all documents are empty; there is nothing to train on in this data.")
     if not arguments.append_eod:

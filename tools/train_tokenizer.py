@@ -1,55 +1,88 @@
 #!/usr/bin/env python3
 """Train a SentencePiece tokenizer (BPE, byte fallback, end-of-document token) on JSON lines.
 
-Whitespace, line ends included, is kept: decoding an encoded text gives the text back.
+Decoding an encoded text gives the text back, with all its blanks and line ends. All text is used: nothing is sampled,
+and long lines are not dropped. Memory grows with the number of different words, not with the size of the corpus.
+
+Example:
+
+    python tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.model --vocab-size 4096
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
+import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_sp.data.json_lines import BadLines, find_inputs, parse_lines, read_batches  # noqa: E402
 from megatron_sp.errors import DataError  # noqa: E402
+from megatron_sp.output_files import complete_file  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
+#: Characters that SentencePiece reserves: it drops a line that holds one. A tab is never part of a piece.
+RESERVED = re.compile("[\\x00\\t\\u2585]")
+#: Blanks and the characters up to the next blank: SentencePiece learns within these and never across them.
+WORD = re.compile(" *[^ ]+| +")
+MOST_BYTES = 4000  # SentencePiece drops lines of more than 4192 bytes
 
-def read_texts(path: Path, key: str) -> Iterator[str]:
-    """The texts under ``key`` of a JSON lines file.
+
+def count_words(paths: Sequence[str], key: str, skip: bool) -> tuple[Counter[str], BadLines, int]:
+    """Count the words of all texts; what is kept in memory grows with the different words, not with the corpus.
+
+    Args:
+        paths: JSON lines files.
+        key: key of the text.
+        skip: count bad lines instead of stopping.
+
+    Returns:
+        How often each word occurs, the bad lines, and the number of texts.
 
     Raises:
-        DataError: the file is missing, or a line is no JSON object with a string under ``key``.
+        DataError: a file cannot be read, or a line is bad and ``skip`` is off.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    text = json.loads(line)[key]
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    raise DataError(f"{path} line {number} is not a JSON object with the key '{key}'; repair the "
-                                    "line or name the key with --json-key") from None
-                yield text
-    except OSError as error:
-        raise DataError(f"--input {path} cannot be read ({error.strerror}); give an existing JSON lines file") from None
+    words: Counter[str] = Counter()
+    complain, documents = BadLines("", skip), 0
+    size = sum(os.path.getsize(path) for path in paths)
+    with progress_bar(total=size, unit="B", unit_scale=True, desc="Counting words") as bar:
+        for batch in read_batches(paths):
+            complain.path = batch.path
+            for (text,) in parse_lines(batch, (key,), complain)[1]:
+                documents += 1
+                words.update(words_of(text))
+            bar.update(batch.bytes_read)
+    return words, complain, documents
 
 
-def lines_of(texts: Iterator[str]) -> Iterator[str]:
-    """Non-empty lines: SentencePiece learns from lines, the line end itself is a symbol of its own."""
-    for text in texts:
-        yield from (line for line in text.split("\n") if line)
+def words_of(text: str) -> Iterator[str]:
+    """Split a text where SentencePiece splits it too: at line ends, before blanks, and at reserved characters.
+
+    A word that is too long for SentencePiece is cut, so its letters count although pieces across the cut do not.
+    """
+    for line in text.split("\n"):
+        for word in WORD.findall(line):
+            for part in RESERVED.split(word):
+                if len(part) * 4 <= MOST_BYTES or len(part.encode()) <= MOST_BYTES:
+                    if part:
+                        yield part
+                else:
+                    yield from (part[start:start + MOST_BYTES // 4] for start in range(0, len(part), MOST_BYTES // 4))
 
 
 @contextmanager
 def ticking(description: str) -> Iterator[None]:
-    """Show that something that reports no progress is still running."""
+    """Show the elapsed time of a call that reports no progress of its own."""
     stop = threading.Event()
 
     def tick() -> None:
@@ -66,50 +99,57 @@ def ticking(description: str) -> Iterator[None]:
         thread.join()
 
 
-def train(lines: Iterator[str], output: Path, vocab_size: int) -> None:
-    """Train on ``lines`` and write the model to ``output``; complete or not at all.
+def train(words: Counter[str], output: Path, vocab_size: int) -> None:
+    """Train on counted words and write the model to ``output``, completely or not at all.
 
     Raises:
-        DataError: the text does not hold so many different pieces.
+        DataError: the text does not hold so many different pieces, or the file cannot be written.
     """
     import sentencepiece
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(output.name + ".part")
+    model = io.BytesIO()
     try:
-        with open(aside, "wb") as file:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=lines, model_writer=file, vocab_size=vocab_size, model_type="bpe",
-                byte_fallback=True, split_digits=True, character_coverage=0.9995, bos_id=1, eos_id=2, unk_id=0,
-                normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-                allow_whitespace_only_pieces=True, user_defined_symbols=["\n"], num_threads=1, minloglevel=2)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(f"{word}\t{count}" for word, count in words.items()), input_format="tsv",
+            model_writer=model, vocab_size=vocab_size, model_type="bpe", byte_fallback=True, split_digits=True,
+            character_coverage=0.9995, bos_id=1, eos_id=2, unk_id=0, normalization_rule_name="identity",
+            remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"], num_threads=1, minloglevel=2)
     except RuntimeError as error:
-        aside.unlink(missing_ok=True)
         raise DataError(f"SentencePiece cannot make --vocab-size {vocab_size} from this text; lower it or give more "
                         f"text ({str(error).strip().splitlines()[-1]})") from None
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    aside.replace(output)
+    with complete_file(output, "--output") as file:
+        file.write(model.getvalue())
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--input", type=Path, required=True, help="JSON lines file")
-    parser.add_argument("--json-key", default="text", help="key of the text (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="the .model file to write")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="number of tokens (default: %(default)s)")
+    group = parser.add_argument_group("input and output")
+    group.add_argument("--input", nargs="+", required=True, metavar="FILE",
+                       help="jsonl or jsonl.gz files or quoted patterns, one JSON object a line")
+    group.add_argument("--json-key", default="text", metavar="KEY", help="key of the text (default: %(default)s)")
+    group.add_argument("--on-error", choices=("stop", "skip"), default="stop",
+                       help="bad line: stop with its file and number (default), or skip and count it")
+    group.add_argument("--output", type=Path, required=True, metavar="FILE.model", help="the model to write")
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--vocab-size", type=int, default=4096, metavar="N",
+                       help="number of tokens (default: %(default)s)")
     return parser
 
 
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
     started = time.monotonic()
-    texts = list(read_texts(arguments.input, arguments.json_key))
+    words, bad, documents = count_words(find_inputs(arguments.input), arguments.json_key, arguments.on_error == "skip")
+    if not words:
+        raise DataError(f"--input has no text ({documents} documents, {sum(bad.skipped.values())} bad lines).")
     with ticking(f"Training a tokenizer of {arguments.vocab_size} tokens"):
-        train(lines_of(iter(texts)), arguments.output, arguments.vocab_size)
-    print(f"{arguments.output}: {arguments.vocab_size} tokens, trained in {time.monotonic() - started:.0f} s")
+        train(words, arguments.output, arguments.vocab_size)
+    print(f"{arguments.output}: {arguments.vocab_size} tokens, trained in {time.monotonic() - started:.0f} s on "
+          f"{documents:,} documents with {len(words):,} different words")
+    for reason, count in bad.skipped.most_common():
+        print(f"  skipped {count:,} line{'s' * (count > 1)}: {reason} (first: {bad.first[reason]})")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From samples to the microbatches of one rank: it reads the tokens it owns and nothing else."""
+"""Turn samples into the microbatches of one rank, which reads the tokens that it owns and no others."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.errors import DataError
 from megatron_sp.layout.tokens import SequenceLayout
 
-IGNORED = -100  # label without loss
+IGNORED = -100  # the label of a position that has no loss
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One rank's part of a few sequences.
+    """One rank's tokens of the sequences that it computes together.
 
     Attributes:
         tokens: inputs, int64 ``[b, s/sp]``.
         labels: next tokens, int64 ``[b, s/sp]``; -100 where there is no loss.
-        positions: place of each input in its whole sequence, int64 ``[b, s/sp]``.
-        sample_ids: place of each sequence in the training order, int64 ``[b]``, always on the CPU.
+        positions: index of each input in its whole sequence, int64 ``[b, s/sp]``.
+        sample_ids: index of each sequence in the training order, int64 ``[b]``, always on the CPU.
         num_valid: labels that are not -100.
     """
 
@@ -36,7 +36,7 @@ class Microbatch:
     num_valid: int
 
     def to(self, device: torch.device | str) -> Microbatch:
-        """The same on ``device`` (sample ids stay on the CPU)."""
+        """Return a copy on ``device``; sample ids stay on the CPU."""
         move = [tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)]
         return replace(self, tokens=move[0], labels=move[1], positions=move[2])
 
@@ -47,12 +47,12 @@ class BatchReader:
     Args:
         dataset: where samples come from.
         layout: which tokens of a sequence a rank owns.
-        sp_rank: this rank's place among those that share a sequence.
-        dp_rank, dp_size: its place among those with different samples.
+        sp_rank: index of this rank among the ranks that share a sequence.
+        dp_rank, dp_size: index of this rank among the ranks that read different samples, and how many they are.
         eod_token: end-of-document token; needed by ``eod_mask_loss``.
-        eod_mask_loss: no loss where the input is ``eod_token``.
-        read_ahead: read the next global batch in the background.
-        vocab_size: refuse token ids that are not below it; 0: do not look.
+        eod_mask_loss: whether positions whose input is ``eod_token`` have no loss.
+        read_ahead: whether a thread reads the next global batch while this one is computed.
+        vocab_size: token ids must be below it; 0: do not check.
 
     Use as a context manager, or call ``close``.
     """
@@ -70,7 +70,7 @@ class BatchReader:
         self._next: tuple[tuple[int, int, int], Future[list[Microbatch]]] | None = None
 
     def read(self, consumed_samples: int, global_batch_size: int, micro_batch_size: int) -> list[Microbatch]:
-        """This rank's microbatches of the global batch that starts at ``consumed_samples``.
+        """Read this rank's microbatches of the global batch that starts at ``consumed_samples``.
 
         Raises:
             DataError: the dataset has no such samples.
@@ -83,7 +83,7 @@ class BatchReader:
         return batches
 
     def _take(self, request: tuple[int, int, int]) -> list[Microbatch]:
-        """The batch that was read ahead if it is the one asked for, else read it now."""
+        """Return the batch that was read ahead if it is the one asked for, else read it now."""
         ahead, self._next = self._next, None
         if ahead is None:
             return self._read(*request)
@@ -107,9 +107,10 @@ class BatchReader:
         for row, sample in enumerate(samples):
             column = 0
             for start, stop in self.ranges:
-                # Shifted before slicing: one token more than the range, so that no label is missing at its end.
+                # A range of t tokens needs t + 1: the label of its last input is the token after it, which may
+                # belong to another rank.
                 window = self.dataset.window(sample, start, stop + 1)
-                self._check_tokens(window)
+                self._check_tokens(window, sample)
                 here = slice(column, column + stop - start)
                 tokens[row, here], labels[row, here] = window[:-1], window[1:]
                 column = here.stop
@@ -120,11 +121,12 @@ class BatchReader:
                           sample_ids=torch.tensor(samples, dtype=torch.int64),
                           num_valid=int(np.count_nonzero(labels != IGNORED)))
 
-    def _check_tokens(self, window: np.ndarray) -> None:
+    def _check_tokens(self, window: np.ndarray, sample: int) -> None:
         if self.vocab_size and (int(window.max()) >= self.vocab_size or int(window.min()) < 0):
             worst = int(window.max()) if int(window.max()) >= self.vocab_size else int(window.min())
-            raise DataError(f"The data has the token id {worst}, but the vocabulary has {self.vocab_size} ids; it was "
-                            "preprocessed with another tokenizer than --tokenizer-type and its files describe.")
+            raise DataError(f"{self.dataset.source(sample)} has the token id {worst}, but the vocabulary has "
+                            f"{self.vocab_size} ids. The file was preprocessed with another tokenizer than the one "
+                            "that --tokenizer-type and its files describe: preprocess it again, or give its tokenizer.")
 
     def close(self) -> None:
         """Stop reading ahead."""

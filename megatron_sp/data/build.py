@@ -10,7 +10,8 @@ import numpy as np
 
 from megatron_sp.config.cli.named_sets import named_sets
 from megatron_sp.config.schema import Data
-from megatron_sp.data.blend import SURPLUS, Blend, BlendedDataset, cached_order, member_sizes, parse_data_path
+from megatron_sp.data import blend as blends
+from megatron_sp.data.blend import Blend, BlendedDataset, cached_order, member_sizes, parse_data_path
 from megatron_sp.data.gpt_dataset import Dataset, GPTDataset, check_window
 from megatron_sp.data.index_cache import IndexCache
 from megatron_sp.data.indexed_dataset import IndexedDataset
@@ -61,6 +62,8 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
     if data.mock_data:
         datasets = {name: MockDataset(vocab_size, data.seq_length, count or 0, seed + place, name) if count else None
                     for place, (name, count) in enumerate(wanted.items())}
+        if data.dataloader_type == "cyclic" and datasets["train"] is not None:
+            datasets["train"] = CyclicDataset(datasets["train"], seed)
     elif data.data_path:
         blend = parse_data_path(data.data_path)
         shares = dict(zip(SPLITS, parse_split(data.split), strict=True))
@@ -84,8 +87,6 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
             datasets[name] = builder.build(parse_data_path(own_paths[name], flag), name, count) if use else None
     else:
         raise DataError("There is no data; give --data-path, --train-data-path or --mock-data.")
-    if data.dataloader_type == "cyclic" and datasets["train"] is not None:
-        datasets["train"] = CyclicDataset(datasets["train"], seed)
     return Splits(**datasets, named_valid=named_valid)
 
 
@@ -97,7 +98,16 @@ class _Builder:
         self.opened: dict[str, IndexedDataset] = {}
 
     def build(self, blend: Blend, name: str, count: int | None, split: str = "") -> Dataset:
-        """One split of a blend; ``split`` "" takes all documents."""
+        """Build one split of a blend.
+
+        Args:
+            blend: token sets and weights.
+            name: of the split.
+            count: samples asked for; None: one epoch.
+            split: value of ``--split``; "" takes all documents.
+        """
+        if self.data.dataloader_type == "cyclic" and name == "train":
+            return self._cyclic(blend, name, count, split)
         if len(blend.prefixes) == 1:
             return self._member(blend.prefixes[0], name, count, split)
         cache = self._cache(blend.prefixes[0])
@@ -109,20 +119,44 @@ class _Builder:
             # More than one epoch of everything: repeat all of it in proportion to its size.
             blend = Blend(blend.prefixes, tuple(size / sum(sizes) for size in sizes))
         assert blend.weights is not None and count is not None
-        members_index, numbers = cached_order(cache, blend.weights, sum(member_sizes(blend.weights, count)))
+        members_index, numbers = self._weighted_order(blend, count)
         drawn = np.bincount(members_index, minlength=len(blend.prefixes)).tolist()
         # Megatron's own number can fall short of what the blend draws when weights are extreme.
-        needed = [max(pair) for pair in zip(member_sizes(blend.weights, count, SURPLUS), drawn, strict=True)]
+        needed = [max(pair) for pair in zip(member_sizes(blend.weights, count, blends.SURPLUS), drawn, strict=True)]
         members = [self._member(prefix, name, number, split)
                    for prefix, number in zip(blend.prefixes, needed, strict=True)]
         return BlendedDataset(members, members_index, numbers, name)
+
+    def _cyclic(self, blend: Blend, name: str, count: int | None, split: str) -> Dataset:
+        """Build a training set that repeats no sample before every one has been read.
+
+        Without weights, one epoch of everything is shuffled anew for each pass. With weights a member of small
+        weight has not been read once when another is read again, so each member is shuffled on its own, and the
+        blend draws from these endless orders.
+        """
+        if len(blend.prefixes) == 1:
+            return CyclicDataset(self._member(blend.prefixes[0], name, None, split), self.seed)
+        members = [self._member(prefix, name, None, split) for prefix in blend.prefixes]
+        cache = self._cache(blend.prefixes[0])
+        if blend.weights is None or count is None:
+            return CyclicDataset(self._by_size(members, [len(member) for member in members], name, None, cache),
+                                 self.seed)
+        endless = [CyclicDataset(member, self.seed + place) for place, member in enumerate(members)]
+        return BlendedDataset(endless, *self._weighted_order(blend, count), name)
+
+    def _weighted_order(self, blend: Blend, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return member and number within it of each sample of a weighted blend."""
+        assert blend.weights is not None
+        # Megatron normalises the weights once for the sizes and once more for the order. The second division can
+        # change the last bit of a weight, and with it which member is drawn at a tie.
+        return cached_order(self._cache(blend.prefixes[0]), blends.normalised(blend.weights),
+                            sum(member_sizes(blend.weights, count)))
 
     def _by_size(self, members: list[Dataset], sizes: list[int], name: str, count: int | None,
                  cache: IndexCache) -> BlendedDataset:
         if count is None:
             return BlendedDataset(members, *cached_order(cache, sizes, None), name)
-        weights = np.array(sizes, dtype=np.float64)
-        return BlendedDataset(members, *cached_order(cache, (weights / np.sum(weights)).tolist(), count), name)
+        return BlendedDataset(members, *cached_order(cache, blends.normalised(sizes), count), name)
 
     def _member(self, prefix: str, name: str, count: int | None, split: str) -> Dataset:
         if prefix not in self.opened:
@@ -145,7 +179,12 @@ class _Builder:
 
 
 class CyclicDataset:
-    """Endless epochs over another dataset, each in a random order of its own (``--dataloader-type cyclic``)."""
+    """Endless passes over another dataset, each in a new random order (``--dataloader-type cyclic``).
+
+    Args:
+        dataset: the samples of one pass.
+        seed: of the orders.
+    """
 
     NUM_SAMPLES = 2**62
 
@@ -156,15 +195,23 @@ class CyclicDataset:
     def __len__(self) -> int:
         return self.NUM_SAMPLES
 
-    def window(self, sample: int, start: int, stop: int) -> np.ndarray:
-        """Tokens ``[start, stop)`` of a sample, int64."""
-        check_window(self, sample, start, stop)
-        epoch, place = divmod(sample, len(self.dataset))
+    def _inner(self, sample: int) -> int:
+        """Return the number within ``dataset`` of a sample."""
+        passes, place = divmod(sample, len(self.dataset))
         order = self._order
-        if order[0] != epoch:
-            order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset)))
+        if order[0] != passes:
+            order = (passes, np.random.default_rng([self.seed, passes]).permutation(len(self.dataset)))
             self._order = order
-        return self.dataset.window(int(order[1][place]), start, stop)
+        return int(order[1][place])
+
+    def window(self, sample: int, start: int, stop: int) -> np.ndarray:
+        """Return the tokens ``[start, stop)`` of a sample, int64."""
+        check_window(self, sample, start, stop)
+        return self.dataset.window(self._inner(sample), start, stop)
+
+    def source(self, sample: int) -> str:
+        """Return the file that holds a sample."""
+        return self.dataset.source(self._inner(sample))
 
     def describe(self) -> str:
         return f"{self.dataset.describe()}; in a new random order every {len(self.dataset):,} samples"

@@ -1,4 +1,4 @@
-"""GPTDataset: fixed-length samples cut from shuffled documents, any window of which can be read alone."""
+"""GPTDataset: samples of fixed length, cut from shuffled documents; any window of a sample can be read alone."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import numpy as np
 
 from megatron_sp.data import sample_order as order
 from megatron_sp.data.index_cache import Arrays, IndexCache
-from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.indexed_dataset import IndexedDataset, bin_path
 from megatron_sp.errors import DataError
 
 
 class Dataset(Protocol):
-    """What training reads from: numbered samples of ``seq_length + 1`` tokens."""
+    """The interface that training reads: numbered samples of ``seq_length + 1`` tokens."""
 
     seq_length: int
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def window(self, sample: int, start: int, stop: int) -> np.ndarray:
-        """Tokens ``[start, stop)`` of one sample, int64; ``0 <= start <= stop <= seq_length + 1``."""
+        """Return the tokens ``[start, stop)`` of one sample, int64; ``0 <= start <= stop <= seq_length + 1``."""
+
+    def source(self, sample: int) -> str:
+        """Return the file that holds a sample, for messages."""
 
     def describe(self) -> str:
-        """The data in plain words, one or more lines."""
+        """Describe the data in one or more lines."""
 
 
 def check_window(dataset: Dataset, sample: int, start: int, stop: int) -> None:
@@ -78,11 +81,10 @@ class GPTDataset:
                             "samples (--eval-iters 0 for validation and test).")
         if num_samples is None and tokens <= self.seq_length:
             raise DataError(f"{where} and {tokens} tokens, which do not fill one sample of {self.seq_length} + 1 "
-                            "tokens; use a smaller --seq-length, more data, or give the dataset a weight (it is then "
-                            "repeated).")
+                            "tokens; use a smaller --seq-length or more data.")
 
     def _key(self) -> dict[str, object]:
-        """Everything the arrays depend on."""
+        """Return everything the arrays depend on."""
         ids = np.ascontiguousarray(self.document_ids, dtype=np.int64)
         contiguous = len(ids) > 0 and bool(np.all(np.diff(ids) == 1))
         documents: object = [int(ids[0]), int(ids[-1]) + 1] if contiguous else ids.tolist()
@@ -101,7 +103,7 @@ class GPTDataset:
         return self.epochs.num_samples
 
     def window(self, sample: int, start: int, stop: int) -> np.ndarray:
-        """Tokens ``[start, stop)`` of a sample, int64; reads these tokens and no others."""
+        """Return the tokens ``[start, stop)`` of a sample, int64, and read no others."""
         check_window(self, sample, start, stop)
         position = int(self.shuffle_index[sample]) * self.seq_length + start
         out = np.empty(stop - start, dtype=np.int64)
@@ -116,8 +118,12 @@ class GPTDataset:
             entry += 1
         return out
 
+    def source(self, sample: int) -> str:
+        """Return the file that holds a sample."""
+        return bin_path(self.indexed.prefix)
+
     def sample_index(self) -> np.ndarray:
-        """Megatron's sample index, int64 ``[num_samples + 1, 2]``: computed, not stored."""
+        """Compute Megatron's sample index, int64 ``[num_samples + 1, 2]``; it is not stored here."""
         return order.build_sample_index(self.starts, len(self), self.seq_length)
 
     def describe(self) -> str:

@@ -1,9 +1,10 @@
 """Arrays on disk that many processes share: built once, complete or absent, memory-mapped.
 
-An entry is a directory named by the hash of everything its arrays depend on. It is built under
-another name and renamed, so a reader never sees half of one and nothing is ever rewritten. A lock
-lets the first process build while the others wait; where a file system has no locks, two may build
-the same entry and the second is thrown away. Each node with its own disk builds its own.
+An entry is a directory whose name is the hash of everything its arrays depend on. A process builds it under another
+name and renames it when it is complete, so no reader sees an unfinished entry, and no entry is ever rewritten. The
+first process takes a lock and builds; the others wait for the lock and then find the entry. Where a file system has no
+locks, two processes may build the same entry, and the second result is deleted. Each node with a disk of its own builds
+its own entries.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from megatron_sp.errors import DataError
+from megatron_sp.output_files import reason_of
 
 try:
     import fcntl
@@ -43,11 +45,17 @@ class IndexCache:
         self.required = required
 
     def get(self, description: dict[str, object], build: Callable[[], Arrays]) -> Arrays:
-        """The arrays for ``description``, read from disk or built now.
+        """Return the arrays for ``description``: from disk, or built now and stored.
+
+        A cache that was not asked for is only a convenience: where it cannot be written, each process builds the
+        arrays in its own memory.
 
         Args:
             description: plain values that determine the arrays.
-            build: makes them.
+            build: computes the arrays.
+
+        Raises:
+            DataError: an entry is damaged, or a directory that the user asked for cannot be written.
         """
         if not self.directory:
             return build()
@@ -63,7 +71,7 @@ class IndexCache:
                     arrays = _load(entry)
         except OSError as error:
             if self.required:
-                raise DataError(f"--data-cache-path {self.directory} cannot be written ({error.strerror}); "
+                raise DataError(f"--data-cache-path {self.directory} cannot be written: {reason_of(error)}; "
                                 "give a directory with write permission and free space.") from None
             return build()
         if arrays is None:

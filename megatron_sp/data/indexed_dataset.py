@@ -1,4 +1,4 @@
-"""Token files: Megatron's memory-mapped ``.bin`` / ``.idx`` pair (MMIDIDX version 1).
+"""Token files: Megatron's pair of a ``.bin`` and an ``.idx`` file (MMIDIDX version 1).
 
 ``PREFIX.bin`` is the tokens of all sequences, one after another, without header.
 ``PREFIX.idx`` is little-endian and packed::
@@ -18,14 +18,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import mmap
 import os
 import struct
+import weakref
 from typing import IO
 
 import numpy as np
 
 from megatron_sp.config.rules.files import token_file_problem
 from megatron_sp.errors import DataError
+from megatron_sp.output_files import cannot_write
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -33,6 +36,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 DTYPE_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 MAX_LENGTH = 2**31 - 1  # lengths are int32 in the file
+MAX_READ = 1 << 30  # bytes of one read; Linux gives at most 2^31 - 4096
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -57,7 +61,7 @@ def pointers_of(lengths: np.ndarray, itemsize: int) -> np.ndarray:
 
 
 class IndexedDataset:
-    """Sequences of tokens on disk, memory-mapped and checked when opened.
+    """Sequences of tokens on disk. The index is memory-mapped, and both files are checked when opened.
 
     Args:
         prefix: path of the two files without ``.bin`` / ``.idx``.
@@ -78,7 +82,11 @@ class IndexedDataset:
             raise DataError(problem)
         self._read_index()
         self._check_index()
-        self._open_tokens()
+        try:
+            self._file = os.open(bin_path(prefix), os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"{bin_path(prefix)} cannot be read: {error.strerror}.") from None
+        weakref.finalize(self, os.close, self._file)
 
     def _read_index(self) -> None:
         path = idx_path(self.prefix)
@@ -88,6 +96,7 @@ class IndexedDataset:
                             "it is damaged or not an index.")
         with open(path, "rb") as file:
             magic, version, code, num_sequences, num_entries = HEADER.unpack(file.read(HEADER.size))
+            self._index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if magic != MAGIC:
             raise DataError(f"{path} starts with {magic!r} instead of {MAGIC!r}; it is not a Megatron token index "
                             "(the old lazy/cached formats have to be preprocessed again).")
@@ -100,7 +109,8 @@ class IndexedDataset:
             raise DataError(f"{path} has {size} bytes, but its header announces {num_sequences} sequences and "
                             f"{num_entries} document entries, which take {expected}; it is damaged or cut short.")
         self.dtype = np.dtype(DTYPES[code])
-        buffer = np.memmap(path, dtype=np.uint8, mode="r")
+        buffer = np.frombuffer(self._index, dtype=np.uint8)
+        self._index_size = size
         ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_entries]).tolist()
         self.lengths = buffer[ends[0]:ends[1]].view("<i4")
         self.pointers = buffer[ends[1]:ends[2]].view("<i8")
@@ -131,11 +141,6 @@ class IndexedDataset:
                             f"{self.dtype.name} tokens in {len(lengths)} sequences, which take {expected}; the two "
                             "files come from different runs or one is cut short. Preprocess the data again.")
 
-    def _open_tokens(self) -> None:
-        # An empty file cannot be mapped.
-        self._tokens = (np.memmap(bin_path(self.prefix), dtype=self.dtype.newbyteorder("<"), mode="r")
-                        if self.num_tokens else np.empty(0, dtype=self.dtype))
-
     def __len__(self) -> int:
         """Number of sequences."""
         return len(self.lengths)
@@ -145,13 +150,50 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens ``[offset, offset + length)`` of sequence ``i``, as stored: ``dtype [length]``, a view."""
+        """Read tokens ``[offset, offset + length)`` of sequence ``i``, as stored: ``dtype [length]``, not writable.
+
+        Raises:
+            DataError: a file has become shorter since it was opened, or the disk reports an error.
+        """
+        self._check_index_size()
         total = int(self.lengths[i])
         length = total - offset if length is None else length
         if not 0 <= offset <= offset + length <= total:
             raise IndexError(f"tokens [{offset}, {offset + length}) of a sequence of {total} tokens")
-        start = int(self.pointers[i]) // self.dtype.itemsize + offset
-        return self._tokens[start:start + length]
+        return self._read(int(self.pointers[i]) // self.dtype.itemsize + offset, length)
+
+    def _read(self, start: int, count: int) -> np.ndarray:
+        """Read ``count`` tokens from token ``start`` of the .bin file.
+
+        The file is read and not mapped into memory: reading a mapped file that was cut short, or that lies on a
+        disk with an error, ends the process with the signal SIGBUS and no message.
+        """
+        position, wanted = start * self.dtype.itemsize, count * self.dtype.itemsize
+        pieces = []
+        while wanted:
+            try:
+                piece = os.pread(self._file, min(wanted, MAX_READ), position)
+            except OSError as error:
+                raise DataError(f"{bin_path(self.prefix)} cannot be read at byte {position}: "
+                                f"{error.strerror}.") from None
+            if not piece:
+                raise self._has_shrunk(bin_path(self.prefix), os.fstat(self._file).st_size,
+                                       self.num_tokens * self.dtype.itemsize)
+            pieces.append(piece)
+            position, wanted = position + len(piece), wanted - len(piece)
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return np.frombuffer(data, dtype=self.dtype.newbyteorder("<")).astype(self.dtype, copy=False)
+
+    def _check_index_size(self) -> None:
+        """Refuse an index that became shorter: reading beyond the end of a mapped file ends the process."""
+        size = self._index.size()
+        if size < self._index_size:
+            raise self._has_shrunk(idx_path(self.prefix), size, self._index_size)
+
+    def _has_shrunk(self, path: str, size: int, before: int) -> DataError:
+        return DataError(f"{path} has {size} bytes, but had {before} when it was opened: another program has changed "
+                         "it. Write the file again and start from the last checkpoint; do not overwrite token files "
+                         "that a run reads.")
 
     def fingerprint(self) -> str:
         """Stable hash of the sequence lengths: all that the order of samples depends on."""
@@ -190,7 +232,7 @@ class IndexedDatasetBuilder:
             os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
             self._file = open(bin_path(self.prefix) + self._aside, "wb")  # noqa: SIM115 (closed in finalize/abort)
         except OSError as error:
-            raise DataError(f"{bin_path(self.prefix)} cannot be written: {error.strerror}.") from None
+            raise cannot_write(bin_path(self.prefix), error) from None
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -222,7 +264,7 @@ class IndexedDatasetBuilder:
                             f"{self.dtype} tokens ({self.prefix}).")
         step = 1 << 24
         for start in range(0, other.num_tokens, step):
-            self._file.write(np.ascontiguousarray(other._tokens[start:start + step]).tobytes())
+            self._write(other._read(start, min(step, other.num_tokens - start)))
         self._append(other.lengths.astype(np.int64), np.diff(other.document_indices))
 
     def _convert(self, tokens: np.ndarray | list[int]) -> np.ndarray:
@@ -239,8 +281,14 @@ class IndexedDatasetBuilder:
     def _add(self, tokens: np.ndarray, lengths: np.ndarray, sequences_per_document: np.ndarray) -> None:
         if int(lengths.sum()) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens given, but the lengths add up to {int(lengths.sum())}")
-        self._file.write(tokens.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
+        self._write(tokens)
         self._append(lengths, sequences_per_document)
+
+    def _write(self, tokens: np.ndarray) -> None:
+        try:
+            self._file.write(tokens.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
+        except OSError as error:
+            raise cannot_write(bin_path(self.prefix), error) from None
 
     def _append(self, lengths: np.ndarray, sequences_per_document: np.ndarray) -> None:
         if len(lengths) and int(lengths.max()) > MAX_LENGTH:
@@ -251,21 +299,34 @@ class IndexedDatasetBuilder:
         self._num_sequences += len(lengths)
 
     def finalize(self) -> None:
-        """Write the index and give both files their names."""
+        """Write the index and give both files their names.
+
+        Raises:
+            DataError: the disk is full, or reports another error; the ``with`` block then removes both files.
+        """
+        try:
+            _flush(self._file)
+        except OSError as error:
+            raise cannot_write(bin_path(self.prefix), error) from None
+        try:
+            self._write_index()
+            # An older index must never stand beside the new tokens.
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(idx_path(self.prefix))
+            os.replace(bin_path(self.prefix) + self._aside, bin_path(self.prefix))
+            os.replace(idx_path(self.prefix) + self._aside, idx_path(self.prefix))
+        except OSError as error:
+            raise cannot_write(idx_path(self.prefix), error) from None
+
+    def _write_index(self) -> None:
         lengths = np.concatenate([np.empty(0, dtype="<i4"), *self._lengths])
         documents = np.concatenate([np.zeros(1, dtype="<i8"), *self._document_ends]).astype("<i8")
-        _flush(self._file)
         with open(idx_path(self.prefix) + self._aside, "wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(documents)))
             index.write(lengths.tobytes())
             index.write(pointers_of(lengths, self.dtype.itemsize).astype("<i8").tobytes())
             index.write(documents.tobytes())
             _flush(index)
-        # An older index must never stand beside the new tokens.
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(idx_path(self.prefix))
-        os.replace(bin_path(self.prefix) + self._aside, bin_path(self.prefix))
-        os.replace(idx_path(self.prefix) + self._aside, idx_path(self.prefix))
 
     def abort(self) -> None:
         """Remove what has been written so far, also when an interrupt comes meanwhile or came while opening."""

@@ -1,4 +1,4 @@
-"""MockDataset: made-up tokens, needs no files; any window is computed alone."""
+"""MockDataset: random tokens that need no file; any window of a sample is computed alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _MASK = 2**64 - 1
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function: a good hash of 64-bit counters, uint64 to uint64."""
+    """Hash 64-bit counters, uint64 to uint64, with the output function of SplitMix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class MockDataset:
-    """Uniform random tokens, a pure function of (seed, sample, position).
+    """Uniform random tokens that depend on seed, sample and position only, so every rank makes the same ones.
 
     Args:
         vocab_size: tokens are below this.
@@ -37,12 +37,16 @@ class MockDataset:
         return self.num_samples
 
     def window(self, sample: int, start: int, stop: int) -> np.ndarray:
-        """Tokens ``[start, stop)`` of a sample, int64."""
+        """Return the tokens ``[start, stop)`` of a sample, int64."""
         check_window(self, sample, start, stop)
         key = np.array([self.seed & _MASK, sample], dtype=np.uint64)
         stream = _mix(_mix(key[:1]) + key[1:] * np.uint64(_GOLDEN))
         counters = np.arange(start, stop, dtype=np.uint64) * np.uint64(_GOLDEN) + stream
         return (_mix(counters) % np.uint64(self.vocab_size)).astype(np.int64)
+
+    def source(self, sample: int) -> str:
+        """Return the flag that made a sample up: there is no file."""
+        return "--mock-data"
 
     def describe(self) -> str:
         return f"{self.name}: {len(self):,} made-up samples of {self.seq_length:,} random tokens (--mock-data)"

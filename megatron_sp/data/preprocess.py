@@ -1,15 +1,13 @@
-"""From jsonl files to token sets: many processes, bounded memory, the same bytes for any number of them.
+"""Turn JSON lines into token sets, with many processes and the same bytes for any number of them.
 
-The parent reads lines and hands them out in batches; workers parse and tokenize; the parent writes the
-results in input order. At most a few batches per worker are in flight.
+The parent reads lines and sends batches of them to the workers, the workers parse and tokenize, and the parent writes
+the results in the order of the input. At most a few batches for each worker exist at a time, so memory does not grow
+with the corpus.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import signal
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -17,18 +15,18 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import IO
 
 import numpy as np
 
 from megatron_sp.config.schema import Data
 from megatron_sp.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from megatron_sp.data.json_lines import BadLine, BadLines, LineBatch, parse_lines, read_batches
 from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_sp.errors import DataError
 
-BATCH_BYTES = 1 << 18  # large enough that sending it costs nothing, small enough to keep all workers busy
-BATCH_LINES = 2000
 IN_FLIGHT_PER_WORKER = 4
+LONG_TEXT = 1 << 18  # characters from which on a text is encoded in parts of this length
+SAMPLE = 4096  # characters of one text in each batch that are decoded again and compared
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class Job:
         keys: JSON keys to tokenize, one token set each.
         append_eod: end every document that is not empty with the end-of-document token.
         skip_errors: skip and count bad lines instead of stopping.
+        parse_special: let special tokens that are spelled in a text become their ids (Hugging Face tokenizers).
     """
 
     data: Data
@@ -48,24 +47,31 @@ class Job:
     keys: tuple[str, ...]
     append_eod: bool
     skip_errors: bool = False
+    parse_special: bool = False
 
-
-@dataclass(frozen=True)
-class LineBatch:
-    """Consecutive lines of one file; ``first`` is the number of the first, from 1."""
-
-    path: str
-    first: int
-    lines: list[bytes]
-    bytes_read: int
+    def tokenizer(self) -> Tokenizer:
+        """Build the tokenizer of the job."""
+        return build_tokenizer(self.data, self.vocab_size, self.parse_special)
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Tokens and document lengths for each key, and what was wrong."""
+    """Tokens and document lengths for each key, and what was wrong.
+
+    Attributes:
+        tokens, lengths: for each key.
+        unknown: for each key, how many tokens stand for text that the tokenizer cannot represent.
+        compared: texts that were decoded again, 0 or 1.
+        changed: where the first of them was whose text did not come back, or "".
+        skipped, first_skipped: as in ``Summary``.
+        bytes_read: of the input, for the progress bar.
+    """
 
     tokens: list[np.ndarray]
     lengths: list[np.ndarray]
+    unknown: list[int]
+    compared: int
+    changed: str
     skipped: Counter[str]
     first_skipped: dict[str, str]
     bytes_read: int
@@ -76,7 +82,10 @@ class Summary:
     """Totals over all input.
 
     Attributes:
-        documents, empty, tokens, longest: per key (``empty``: documents without text).
+        documents, empty, tokens, longest, unknown: per key. ``empty`` counts documents without text, ``unknown``
+            tokens that stand for text the tokenizer cannot represent.
+        compared, changed: texts that were decoded again, and those whose text did not come back.
+        first_changed: where the first of them was.
         skipped: bad lines by reason; ``first_skipped``: where the first of each was.
     """
 
@@ -85,64 +94,26 @@ class Summary:
     tokens: Counter[str] = field(default_factory=Counter)
     empty: Counter[str] = field(default_factory=Counter)
     longest: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+    compared: int = 0
+    changed: int = 0
+    first_changed: str = ""
     skipped: Counter[str] = field(default_factory=Counter)
     first_skipped: dict[str, str] = field(default_factory=dict)
 
     def add(self, batch: EncodedBatch) -> None:
         self.documents += len(batch.lengths[0])
-        for key, tokens, lengths in zip(self.keys, batch.tokens, batch.lengths, strict=True):
+        for key, tokens, lengths, unknown in zip(self.keys, batch.tokens, batch.lengths, batch.unknown, strict=True):
             self.tokens[key] += len(tokens)
+            self.unknown[key] += unknown
             self.empty[key] += int(np.count_nonzero(lengths == 0))
             self.longest[key] = max(self.longest[key], int(lengths.max(initial=0)))
+        self.compared += batch.compared
+        self.changed += bool(batch.changed)
+        self.first_changed = self.first_changed or batch.changed
         self.skipped.update(batch.skipped)
         for reason, where in batch.first_skipped.items():
             self.first_skipped.setdefault(reason, where)
-
-
-class BadLine(Exception):
-    """A line that cannot be used; the text says why, ``kind`` is the group it is counted in."""
-
-    def __init__(self, kind: str, detail: str = ""):
-        super().__init__(kind + (f" ({detail})" if detail else ""))
-        self.kind = kind
-
-
-def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
-    """The texts of one jsonl line.
-
-    Raises:
-        BadLine: not UTF-8, not JSON, a key is missing or not a string, or half of a character.
-    """
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadLine("invalid UTF-8", f"byte {error.start + 1} of the line") from None
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        detail = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise BadLine("malformed JSON", detail) from None
-    if not isinstance(record, dict):
-        raise BadLine("not a JSON object", f"it is a {type(record).__name__}")
-    texts = []
-    for key in keys:
-        if key not in record:
-            raise BadLine(f"no key {key!r}", "keys: " + ", ".join(map(repr, list(record)[:8])))
-        value = record[key]
-        if not isinstance(value, str):
-            raise BadLine(f"{key!r} is not a string", f"it is a {type(value).__name__}")
-        if b"\\u" in line and not _is_encodable(value):
-            raise BadLine(f"{key!r} has a lone surrogate", "half of a character, such as \\ud800")
-        texts.append(value)
-    return texts
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def encode_lines(batch: LineBatch, job: Job, tokenizer: Tokenizer) -> EncodedBatch:
@@ -151,43 +122,45 @@ def encode_lines(batch: LineBatch, job: Job, tokenizer: Tokenizer) -> EncodedBat
     Raises:
         DataError: a bad line, unless the job skips them.
     """
-    skipped: Counter[str] = Counter()
-    first_skipped: dict[str, str] = {}
-
-    def complain(number: int, error: BadLine) -> None:
-        where = f"{batch.path}, line {number}"
-        if not job.skip_errors:
-            raise DataError(f"{where}: {error}. Correct the line, or pass --on-error skip to skip and count such "
-                            "lines.") from None
-        skipped[error.kind] += 1
-        first_skipped.setdefault(error.kind, where)
-
-    numbers, rows = [], []
-    for number, line in enumerate(batch.lines, batch.first):
-        if not line.strip():
-            continue
-        try:
-            rows.append(parse_line(line, job.keys))
-            numbers.append(number)
-        except BadLine as error:
-            complain(number, error)
-    columns = _encode_rows(rows, numbers, tokenizer, complain, len(job.keys))
+    complain = BadLines(batch.path, job.skip_errors)
+    numbers, rows = parse_lines(batch, job.keys, complain)
     dtype = best_dtype(tokenizer.vocab_size)
+    columns = _encode_rows(rows, numbers, tokenizer, complain, len(job.keys), dtype)
     packed = [_pack(column, tokenizer.eod if job.append_eod else None, dtype) for column in columns]
-    return EncodedBatch([tokens for tokens, _ in packed], [lengths for _, lengths in packed], skipped, first_skipped,
+    unknown = [0 if tokenizer.unknown is None else int(np.count_nonzero(tokens == tokenizer.unknown))
+               for tokens, _ in packed]
+    compared, changed = _compare(numbers, rows, tokenizer)
+    return EncodedBatch([tokens for tokens, _ in packed], [lengths for _, lengths in packed], unknown, compared,
+                        f"{batch.path}, line {changed}" if changed else "", complain.skipped, complain.first,
                         batch.bytes_read)
 
 
+def _compare(numbers: list[int], rows: list[list[str]], tokenizer: Tokenizer) -> tuple[int, int]:
+    """Decode the start of one text again.
+
+    Returns:
+        Number of texts compared, 0 or 1; and the line of a text that did not come back, or 0.
+    """
+    for number, row in zip(numbers, rows, strict=True):
+        for text in row:
+            if text.strip():
+                try:
+                    return 1, 0 if tokenizer.gives_back(text[:SAMPLE]) else number
+                except Exception:  # refused by the tokenizer, and already counted as a bad line
+                    continue
+    return 0, 0
+
+
 def _encode_rows(rows: list[list[str]], numbers: list[int], tokenizer: Tokenizer,
-                 complain: Callable[[int, BadLine], None], num_keys: int) -> list[list[list[int]]]:
-    """Token ids by key and row; rows the tokenizer refuses are left out of all keys."""
+                 complain: Callable[[int, BadLine], None], num_keys: int, dtype: np.dtype) -> list[list[np.ndarray]]:
+    """Return token ids by key and row; a row that the tokenizer refuses is left out of all keys."""
     try:
-        return [tokenizer.encode_batch([row[place] for row in rows]) for place in range(num_keys)]
+        return [_encode_texts([row[place] for row in rows], tokenizer, dtype) for place in range(num_keys)]
     except Exception:  # find the row that caused it
-        good: list[list[list[int]]] = [[] for _ in range(num_keys)]
+        good: list[list[np.ndarray]] = [[] for _ in range(num_keys)]
         for number, row in zip(numbers, rows, strict=True):
             try:
-                encoded = [tokenizer.encode(text) for text in row]
+                encoded = _encode_texts(row, tokenizer, dtype)
             except Exception as error:
                 complain(number, BadLine("refused by the tokenizer", str(error).rstrip(".")))
                 continue
@@ -196,53 +169,22 @@ def _encode_rows(rows: list[list[str]], numbers: list[int], tokenizer: Tokenizer
         return good
 
 
-def _pack(documents: list[list[int]], eod: int | None, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """All tokens in a row and the length of each document; an empty one stays empty."""
-    if eod is not None:
-        for ids in documents:
-            if ids:
-                ids.append(eod)
-    lengths = np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
-    tokens = np.empty(int(lengths.sum()), dtype=dtype)
-    place = 0
-    for ids in documents:
-        tokens[place:place + len(ids)] = ids
-        place += len(ids)
-    return tokens, lengths
+def _encode_texts(texts: list[str], tokenizer: Tokenizer, dtype: np.dtype) -> list[np.ndarray]:
+    """Return the token ids of each text; long texts are encoded in parts, the others together."""
+    short = iter(tokenizer.encode_batch([text for text in texts if len(text) < LONG_TEXT]))
+    # As arrays at once: a list of Python numbers takes 20 times the memory.
+    return [np.array(next(short), dtype=dtype) if len(text) < LONG_TEXT else
+            np.concatenate([np.array(ids, dtype=dtype) for ids in tokenizer.encode_in_parts(text, LONG_TEXT)])
+            for text in texts]
 
 
-def read_batches(paths: Iterable[str]) -> Iterator[LineBatch]:
-    """Lines of all files, in order; ``.gz`` files are unpacked on the way.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
-    for path in paths:
-        try:
-            with open(path, "rb") as raw:
-                lines: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
-                yield from _batches_of(path, lines, raw)
-        except (OSError, EOFError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise DataError(f"--input {path} cannot be read: {reason}.") from None
-
-
-def _batches_of(path: str, lines: Iterable[bytes], raw: IO[bytes]) -> Iterator[LineBatch]:
-    batch: list[bytes] = []
-    first, size, before = 1, 0, 0
-
-    def bytes_read() -> int:
-        return raw.tell() - before if raw.seekable() else size  # pipes do not know their position
-
-    for number, line in enumerate(lines, 1):
-        batch.append(line)
-        size += len(line)
-        if size >= BATCH_BYTES or len(batch) >= BATCH_LINES:
-            yield LineBatch(path, first, batch, bytes_read())
-            before += bytes_read()
-            batch, size, first = [], 0, number + 1
-    if batch:
-        yield LineBatch(path, first, batch, bytes_read())
+def _pack(documents: list[np.ndarray], eod: int | None, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return all tokens in one row, and the length of each document; an empty document stays empty."""
+    end = np.array([] if eod is None else [eod], dtype=dtype)
+    lengths = np.fromiter((len(ids) + len(end) if len(ids) else 0 for ids in documents), dtype=np.int64,
+                          count=len(documents))
+    pieces = [piece for ids in documents if len(ids) for piece in (ids, end)]
+    return np.concatenate([np.empty(0, dtype=dtype), *pieces]), lengths
 
 
 class _Worker:
@@ -256,7 +198,7 @@ class _Worker:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         cls.job = job
-        cls.tokenizer = build_tokenizer(job.data, job.vocab_size)
+        cls.tokenizer = job.tokenizer()
 
     @classmethod
     def encode(cls, batch: LineBatch) -> EncodedBatch:
@@ -301,13 +243,13 @@ def preprocess(paths: Sequence[str], output_prefix: str, job: Job, workers: int,
         workers: processes that tokenize.
         progress: called after each batch.
 
-    Set TOKENIZERS_PARALLELISM=false before, as the tool does: these processes are the parallelism, and the
-    tokenizer library's own threads would only fight over the cores.
+    Set TOKENIZERS_PARALLELISM=false before, as the tool does: the tokenizer library would start threads of its own in
+    each of these processes, more threads than cores.
 
     Raises:
         DataError: input or tokenizer is at fault; nothing that looks valid is left behind.
     """
-    tokenizer = build_tokenizer(job.data, job.vocab_size)
+    tokenizer = job.tokenizer()
     if job.append_eod and tokenizer.eod is None:
         raise DataError(f"--append-eod: this {job.data.tokenizer_type} has no end-of-document token.")
     summary = Summary(job.keys)
@@ -315,7 +257,7 @@ def preprocess(paths: Sequence[str], output_prefix: str, job: Job, workers: int,
         dtype = best_dtype(tokenizer.vocab_size)
         builders = [IndexedDatasetBuilder(f"{output_prefix}_{key}_document", dtype) for key in job.keys]
         for builder in builders:
-            stack.push(builder)  # before its files exist: an interrupt may come the moment they do
+            stack.push(builder)  # registered before its files exist: an interrupt may come right after they do
             builder.__enter__()
         encoded = encode_all(read_batches(paths), job, tokenizer, workers)
         stack.callback(encoded.close)  # type: ignore[attr-defined]

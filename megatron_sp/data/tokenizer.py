@@ -1,40 +1,59 @@
-"""Tokenizers behind one small interface; each library is imported only where it is used."""
+"""Tokenizers of several libraries behind one small interface; a library is imported only when it is needed."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_sp.config.schema import Data
+from megatron_sp.data import long_text
 from megatron_sp.errors import DataError
 
 GPT2_EOD = "<|endoftext|>"
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back.
+    """Turns text into token ids and back.
 
     Attributes:
-        vocab_size: ids are below this; not padded.
+        vocab_size: the largest id plus 1, without padding.
         eod: id that ends a document, or None.
+        unknown: id that stands for text the tokenizer cannot represent, or None.
     """
 
     vocab_size: int
     eod: int | None
+    unknown: int | None = None
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without ``eod``."""
+        """Return the token ids of a text, without ``eod``."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """``encode`` of many texts in this thread."""
+        """Return the token ids of many texts, computed in this thread."""
         return [self.encode(text) for text in texts]
+
+    def encode_in_parts(self, text: str, length: int) -> Iterator[list[int]]:
+        """Return the token ids of a long text, some at a time; together they equal ``encode`` of the whole text.
+
+        Tokenizer libraries need a hundred bytes and more for each byte of one text. A tokenizer for which
+        ``long_text`` knows where no token can span encodes a long text in parts; any other encodes it at once.
+
+        Args:
+            text: the text.
+            length: characters that a part has at least.
+        """
+        yield self.encode(text)
+
+    def gives_back(self, text: str) -> bool:
+        """Return whether decoding the tokens of a text gives the same text."""
+        return self.decode(self.encode(text)) == text
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -62,6 +81,9 @@ class GPT2BPETokenizer(Tokenizer):
             raise DataError(f"--vocab-file {vocab_file} has no {GPT2_EOD} token, which ends documents.")
         self._tokenizer.add_special_tokens([GPT2_EOD])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+
+    def encode_in_parts(self, text: str, length: int) -> Iterator[list[int]]:
+        return map(self.encode, long_text.cut_for_gpt2(text, length))
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -99,6 +121,8 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"--tokenizer-model {model_file} has no begin-of-sentence piece, which Llama2Tokenizer "
                             "needs; use --tokenizer-type SentencePieceTokenizer.")
         self._before = [bos] if begin else []
+        self.unknown = self._model.unk_id()
+        self._cutter: long_text.Cutter | None = None
 
     def encode(self, text: str) -> list[int]:
         return self._before + self._model.encode(text)
@@ -107,17 +131,30 @@ class SentencePieceTokenizer(Tokenizer):
         encoded = self._model.encode(list(texts), num_threads=1)
         return [self._before + ids for ids in encoded] if self._before else encoded
 
+    def encode_in_parts(self, text: str, length: int) -> Iterator[list[int]]:
+        if self._cutter is None:  # made when needed: it looks at every piece
+            self._cutter = long_text.sentencepiece_cutter(self._model)
+        yield self._before
+        for part in self._cutter(text, length):
+            yield self._model.encode(part)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids if 0 <= i < self.num_pieces])
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A Hugging Face tokenizer directory (or a name in the local cache); never goes to the network.
+    """A Hugging Face tokenizer in a directory, or by a name that is in the local cache; the network is never used.
 
-    Special tokens are not added around texts; ``eod`` is the tokenizer's end-of-sentence token.
+    Special tokens are not added around texts; ``eod`` is the tokenizer's end-of-sentence token. A special token that
+    is spelled in a text, such as ``<s>``, is plain text: a web page about tokenizers must not end a document.
+
+    Args:
+        name_or_path: the directory.
+        trust_remote_code: whether the directory's own Python code may run.
+        parse_special: whether special tokens spelled in a text become their ids after all.
     """
 
-    def __init__(self, name_or_path: str, trust_remote_code: bool = False):
+    def __init__(self, name_or_path: str, trust_remote_code: bool = False, parse_special: bool = False):
         from transformers import AutoTokenizer
         from transformers.utils import logging
 
@@ -133,7 +170,10 @@ class HuggingFaceTokenizer(Tokenizer):
         finally:
             logging.set_verbosity(verbosity)
         self._tokenizer.model_max_length = 10**12  # else it warns about every long document
-        self.vocab_size = len(self._tokenizer)
+        self._tokenizer.split_special_tokens = not parse_special
+        # Not len(): ids may have holes, and the embedding needs a row for the largest.
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self.unknown = self._tokenizer.unk_token_id
         self.eod = self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
@@ -149,7 +189,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Texts are numbers with blanks between them. ``eod`` is ``vocab_size - 1``, as in today's Megatron."""
+    """Reads texts that are numbers with blanks between them. ``eod`` is ``vocab_size - 1``, as in Megatron-core."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -165,29 +205,32 @@ class NullTokenizer(Tokenizer):
                 raise DataError(f"Token id {i} is not below --vocab-size {self.vocab_size}.")
         return ids
 
+    def gives_back(self, text: str) -> bool:
+        return True  # only the blanks can differ, and they mean nothing here
+
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
 
 
-def _gpt2(data: Data, _: int) -> Tokenizer:
+def _gpt2(data: Data, *_: object) -> Tokenizer:
     return GPT2BPETokenizer(_file(data, "--vocab-file", data.vocab_file), _file(data, "--merge-file", data.merge_file))
 
 
-def _sentencepiece(data: Data, _: int) -> Tokenizer:
+def _sentencepiece(data: Data, *_: object) -> Tokenizer:
     return SentencePieceTokenizer(_file(data, "--tokenizer-model", data.tokenizer_model))
 
 
-def _llama2(data: Data, _: int) -> Tokenizer:
+def _llama2(data: Data, *_: object) -> Tokenizer:
     return SentencePieceTokenizer(_file(data, "--tokenizer-model", data.tokenizer_model), begin=True)
 
 
-def _hugging_face(data: Data, _: int) -> Tokenizer:
+def _hugging_face(data: Data, _: int, parse_special: bool) -> Tokenizer:
     if not data.tokenizer_model:
         raise DataError(f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model DIRECTORY.")
-    return HuggingFaceTokenizer(data.tokenizer_model, data.trust_remote_code)
+    return HuggingFaceTokenizer(data.tokenizer_model, data.trust_remote_code, parse_special)
 
 
-def _null(_: Data, vocab_size: int) -> Tokenizer:
+def _null(_: Data, vocab_size: int, __: bool) -> Tokenizer:
     if vocab_size < 1:
         raise DataError("--tokenizer-type NullTokenizer needs --vocab-size.")
     return NullTokenizer(vocab_size)
@@ -202,21 +245,22 @@ def _file(data: Data, flag: str, path: str) -> str:
     return path
 
 
-def build_tokenizer(data: Data, model_vocab_size: int = 0) -> Tokenizer:
-    """The tokenizer that the flags describe.
+def build_tokenizer(data: Data, model_vocab_size: int = 0, parse_special: bool = False) -> Tokenizer:
+    """Build the tokenizer that the flags describe.
 
     Args:
         data: the data flags.
         model_vocab_size: ``--vocab-size``; only NullTokenizer reads it.
+        parse_special: see ``HuggingFaceTokenizer``; no other tokenizer reads it.
 
     Raises:
         DataError: a missing flag, or a file that is missing or damaged.
     """
-    makers: dict[str, Callable[[Data, int], Tokenizer]] = dict(
+    makers: dict[str, Callable[[Data, int, bool], Tokenizer]] = dict(
         GPT2BPETokenizer=_gpt2, SentencePieceTokenizer=_sentencepiece, GPTSentencePieceTokenizer=_sentencepiece,
         Llama2Tokenizer=_llama2, HuggingFaceTokenizer=_hugging_face, HFTokenizer=_hugging_face,
         PretrainedFromHF=_hugging_face, NullTokenizer=_null)
     make = {name.lower(): maker for name, maker in makers.items()}.get(data.tokenizer_type.lower())
     if make is None:
         raise DataError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(makers)}.")
-    return make(data, model_vocab_size)
+    return make(data, model_vocab_size, parse_special)

@@ -70,7 +70,8 @@ def test_hugging_face_tokenizer_in_processes_does_not_hang(tmp_path):
     (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps(
         {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}))
     done = preprocess("--input", ODD, "--output-prefix", tmp_path / "gpt2_odd_eod", "--append-eod", "--workers", 2,
-                      "--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", tmp_path / "tok")
+                      "--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", tmp_path / "tok",
+                      "--parse-special-tokens")
     assert done.returncode == 0, done.stderr
     assert digest(tmp_path / "gpt2_odd_eod_text_document.bin") == checksums()["gpt2_odd_eod_text_document.bin"]
     assert "Token indices" not in done.stderr
@@ -86,7 +87,7 @@ def test_a_bad_line_stops_or_is_skipped(tmp_path, workers):
     assert os.listdir(tmp_path) == ["in.jsonl"]
     done = preprocess(*words, "--on-error", "skip")
     assert done.returncode == 0 and "2 documents, 5 tokens" in done.stdout
-    assert "skipped 1 lines: 'text' is not a string (first:" in done.stdout and "no key 'text'" in done.stdout
+    assert "skipped 1 line: 'text' is not a string (first:" in done.stdout and "no key 'text'" in done.stdout
 
 
 @pytest.mark.parametrize("words, message", [

@@ -158,3 +158,38 @@ def test_old_interpreter_is_refused(tmp_path: Path) -> None:
     done = run_program("bash", ROOT / "tools/make_venv.sh", "requirements.txt", VENV=str(tmp_path / "venv"),
                        PYTHON="/bin/false")
     assert done.returncode == 2 and "set PYTHON" in done.stderr
+
+
+def test_a_tokenizer_learns_from_long_lines_and_reads_what_the_preprocessor_reads(tmp_path: Path) -> None:
+    """SentencePiece drops lines of more than 4192 bytes, and lines with one of its reserved characters."""
+    import gzip
+
+    import sentencepiece
+
+    greek = "".join(map(chr, range(0x3b1, 0x3ca)))
+    random = np.random.RandomState(0)
+    words = ["".join(random.choice(list(greek), 6)) for _ in range(40)]
+    lines = [json.dumps({"text": " ".join(random.choice(words, 3000))}) for _ in range(5)]
+    lines += ["", json.dumps({"text": "\u2585" + "jkjk" * 3000 + "\t\x00"}), json.dumps({"text": None})]
+    with gzip.open(tmp_path / "in.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write("\ufeff" + "\n".join(lines) + "\n")
+    words_given = ("--input", tmp_path / "*.gz", "--output", tmp_path / "t.model", "--vocab-size", 360)
+    done = run_tool("train_tokenizer.py", *words_given)
+    assert done.returncode == 2 and "in.jsonl.gz, line 8: 'text' is not a string" in done.stderr
+    assert "--on-error skip" in done.stderr and not (tmp_path / "t.model").exists()
+    done = run_tool("train_tokenizer.py", *words_given, "--on-error", "skip")
+    assert done.returncode == 0, done.stderr
+    assert "6 documents" in done.stdout and "skipped 1 line: 'text' is not a string" in done.stdout
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t.model"))
+    pieces = [model.id_to_piece(i) for i in range(360)]
+    assert sum(any(letter in greek for letter in piece) for piece in pieces) > 80
+    assert any("jkjk" in piece for piece in pieces)
+
+
+def test_counted_words_hold_every_character() -> None:
+    from tools.train_tokenizer import MOST_BYTES, words_of
+
+    text = "  a b\n\nlong " + "\u6f22" * 5000 + " x\ty \u2585z\x00 end  "
+    found = list(words_of(text))
+    assert "".join(found) == text.translate({ord(sign): None for sign in "\n\t\x00\u2585"})
+    assert max(len(word.encode()) for word in found) <= MOST_BYTES and found[:3] == ["  a", " b", "long"]

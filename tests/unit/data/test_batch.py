@@ -13,7 +13,7 @@ from megatron_sp.data.mock import MockDataset
 from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.errors import DataError
 from megatron_sp.layout.tokens import SequenceLayout
-from tests.unit.data.test_indexed import SET_A
+from tests.unit.data.test_indexed import SET_A, write
 from tests.unit.data.test_order import stored
 
 LAYOUTS = [SequenceLayout(48), SequenceLayout(48, ulysses=4), SequenceLayout(48, ring=2, ulysses=2),
@@ -35,6 +35,9 @@ class Ramp:
         assert 0 <= start <= stop <= self.seq_length + 1
         self.touched += stop - start
         return np.arange(start, stop) + 1000 * sample
+
+    def source(self, sample: int) -> str:
+        return "ramp.bin"
 
     def describe(self) -> str:
         return "ramp"
@@ -114,7 +117,7 @@ def test_an_error_in_the_background_surfaces_when_its_batch_is_read():
 
 
 def test_tokens_outside_of_the_vocabulary_are_refused():
-    with pytest.raises(DataError, match="token id 1048.*1048 ids"):
+    with pytest.raises(DataError, match="ramp.bin has the token id 1048.*1048 ids"):
         BatchReader(Ramp(), LAYOUTS[0], 0, 0, 1, vocab_size=1048).read(0, 2, 2)
     assert BatchReader(Ramp(), LAYOUTS[0], 0, 0, 1, vocab_size=1049).read(0, 2, 2)
 
@@ -152,3 +155,40 @@ def test_cyclic_order_shuffles_every_epoch():
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs) and epochs[0] != epochs[1]
     again = [int(CyclicDataset(Ramp(10), seed=3).window(13, 0, 1)[0]) // 1000]
     assert again == [epochs[1][3]]
+
+
+def test_cyclic_reads_every_sample_once_before_any_repeats(tmp_path):
+    """49 samples an epoch and 147 asked for: each pass of 49 holds all tokens of the epoch, and no sample twice."""
+    write(tmp_path / "a", [list(range(20 * i, 20 * i + 20)) for i in range(40)])  # 800 tokens, each a different one
+    data = Data(seq_length=16, data_path=(str(tmp_path / "a"),), split="100", dataloader_type="cyclic")
+    train = build_datasets(data, None, (147, 0, 0), 1234).train
+    assert train is not None
+    orders = []
+    for epoch in range(3):
+        firsts = [int(train.window(49 * epoch + k, 0, 1)[0]) for k in range(49)]
+        tokens = np.concatenate([train.window(49 * epoch + k, 0, 16) for k in range(49)])
+        assert len(set(firsts)) == 49 and len(np.unique(tokens)) == 784
+        orders.append(firsts)
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2]) and orders[0] != orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("weights", [(), ("0.25", "0.75")])
+def test_cyclic_blends_repeat_no_sample_early(tmp_path, weights):
+    write(tmp_path / "a", [list(range(80))])
+    write(tmp_path / "b", [list(range(1000, 1160))])
+    paths = (str(tmp_path / "a"), str(tmp_path / "b"))
+    words = tuple(word for pair in zip(weights, paths) for word in pair) if weights else paths
+    data = Data(seq_length=8, data_path=words, split="100", dataloader_type="cyclic")
+    train = build_datasets(data, None, (112, 0, 0), 1).train
+    assert train is not None
+    firsts = [int(train.window(k, 0, 1)[0]) for k in range(112)]
+    assert {train.source(k) for k in range(20)} == {path + ".bin" for path in paths}
+    per_epoch = dict(a=9, b=19)  # samples of 8 + 1 tokens
+    for name, own in (("a", [first for first in firsts if first < 1000]), ("b", [f for f in firsts if f >= 1000])):
+        size = per_epoch[name]
+        for start in range(0, len(own) - size + 1, size):
+            assert len(set(own[start:start + size])) == size
+    if weights:
+        assert sum(first < 1000 for first in firsts) == 28
+    else:
+        assert all(len(set(firsts[start:start + 28])) == 28 for start in (0, 28, 56, 84))

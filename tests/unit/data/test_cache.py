@@ -12,6 +12,7 @@ from megatron_sp.data.gpt_dataset import GPTDataset
 from megatron_sp.data.index_cache import IndexCache
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.errors import DataError
+from tests.helpers.small_disk import FULL, small_disk
 from tests.unit.data.test_indexed import SET_A, write
 
 
@@ -89,3 +90,12 @@ def test_a_damaged_entry_is_named(tmp_path):
         (tmp_path / entry / "x.npy").write_bytes(content)
         with pytest.raises(DataError, match=entry):
             cache.get({"a": 1}, lambda: {"x": np.arange(100)})
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        with pytest.raises(DataError, match=rf"--data-cache-path .*disk cannot be written: {FULL}"):
+            IndexCache(str(disk), required=True).get({"a": 1}, lambda: {"x": np.zeros(100_000)})
+        assert not entries(disk)
+        assert len(IndexCache(str(disk)).get({"a": 1}, lambda: {"x": np.zeros(100_000)})["x"]) == 100_000
+        assert not entries(disk)

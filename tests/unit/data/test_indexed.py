@@ -12,6 +12,7 @@ import pytest
 from megatron_sp.data import indexed_dataset as files
 from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype
 from megatron_sp.errors import DataError
+from tests.helpers.small_disk import FULL, small_disk
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SET_A = FIXTURES / "bin" / "gpt2_small_a_eod_text_document"
@@ -192,3 +193,37 @@ def test_a_wrong_prefix_gets_a_hint(tmp_path):
         IndexedDataset(tmp_path / "corpus_text_document.bin")
     with pytest.raises(DataError, match="directory"):
         IndexedDataset(tmp_path / "nowhere" / "x")
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_file_cut_short_while_it_is_read_is_named(tmp_path, ending):
+    """A mapped file would end the process with SIGBUS here."""
+    dataset = write(tmp_path / "x", [list(range(5000))] * 4)
+    assert dataset.get(3, 4990).tolist() == list(range(4990, 5000))
+    os.truncate(f"{tmp_path / 'x'}{ending}", 100)
+    with pytest.raises(DataError, match=rf"x{ending} has 100 bytes, but had \d+ when it was opened"):
+        dataset.get(3)
+
+
+def test_files_are_closed_with_their_dataset(tmp_path):
+    write(tmp_path / "x", [[1, 2]])
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(5):
+        assert IndexedDataset(tmp_path / "x").get(0).tolist() == [1, 2]
+    assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.mark.parametrize("documents", [1, 20_000])  # the tokens do not fit; the index does not fit
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, documents):
+    tokens = np.zeros(60_000 if documents == 1 else 20_000, dtype=np.uint16)
+    with small_disk(tmp_path / "disk") as disk:
+        with pytest.raises(DataError, match=rf"x\.(bin|idx) cannot be written: {FULL}"), \
+                IndexedDatasetBuilder(disk / "x", np.uint16) as builder:
+            builder.add_documents(tokens, np.full(documents, len(tokens) // documents))
+            builder.finalize()
+        assert not os.listdir(disk)
+        builder = IndexedDatasetBuilder(disk / "y", np.uint16)  # the space was given back
+        with builder:
+            builder.add_document([1, 2, 3])
+            builder.finalize()
+        assert IndexedDataset(disk / "y").get(0).tolist() == [1, 2, 3]

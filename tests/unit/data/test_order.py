@@ -262,3 +262,47 @@ def test_descriptions_are_in_plain_words():
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(DataError, match=r"nowhere\.idx does not exist"):
         build_without_cache(Data(seq_length=8, data_path=(str(tmp_path / "nowhere"),)), (1, 0, 0))
+
+
+def drawn_plainly(weights, size):
+    """Megatron's rule in its plainest form."""
+    counts, members = [0] * len(weights), []
+    for step in range(size):
+        errors = [weight * max(step, 1) - count for weight, count in zip(weights, counts)]
+        best = errors.index(max(errors))
+        members.append(best)
+        counts[best] += 1
+    return members
+
+
+def test_weights_are_normalised_twice_as_megatron_does(tmp_path):
+    """With the weights 7 9 4 5 5, dividing by the sum a second time changes last bits, and so who is drawn at ties."""
+    raw = [7, 9, 4, 5, 5]
+    once = np.array(raw, dtype=np.float64) / np.sum(np.array(raw, dtype=np.float64))
+    twice = once / np.sum(once)
+    sizes = blends.member_sizes(once.tolist(), 400)
+    expected = drawn_plainly(twice.tolist(), sum(sizes))
+    assert expected != drawn_plainly(once.tolist(), sum(sizes))  # else this test shows nothing
+    path: list[str] = []
+    for place, weight in enumerate(raw):
+        write(tmp_path / f"set{place}", [[place] * 40] * 20)
+        path += [str(weight), str(tmp_path / f"set{place}")]
+    train = build_without_cache(Data(seq_length=16, data_path=tuple(path), split="100"), (400, 0, 0)).train
+    assert isinstance(train, BlendedDataset) and train.dataset_index.tolist() == expected
+
+
+@pytest.mark.parametrize("few", [0, 8])
+def test_exhaustive_order_leaves_out_what_is_used_up(few, monkeypatch):
+    monkeypatch.setattr(blends, "FEW", few)
+    monkeypatch.setattr(blends, "CHUNK", 7)
+    for sizes in ([3, 0, 50], [1, 1, 1, 20], [10, 10], [0, 5]):
+        left, members = list(sizes), []
+        for step in range(sum(sizes)):
+            errors = [size / sum(sizes) * max(step, 1) - (size - rest) if rest else -np.inf
+                      for size, rest in zip(sizes, left)]
+            members.append(int(np.argmax(errors)))
+            left[members[-1]] -= 1
+        found, numbers = exhaustive_order(sizes)
+        assert found.tolist() == members and np.bincount(found, minlength=len(sizes)).tolist() == sizes
+        for member, size in enumerate(sizes):
+            assert numbers[found == member].tolist() == list(range(size))

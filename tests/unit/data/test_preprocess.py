@@ -9,7 +9,8 @@ import pytest
 
 from megatron_sp.config.schema import Data
 from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.preprocess import Job, Summary, preprocess, read_batches
+from megatron_sp.data.json_lines import read_batches
+from megatron_sp.data.preprocess import Job, Summary, preprocess
 from megatron_sp.data.tokenizer import build_tokenizer
 from megatron_sp.errors import DataError
 from tests.unit.data.test_indexed import FIXTURES, checksums, digest
@@ -123,7 +124,7 @@ def test_gz_files_and_many_inputs(tmp_path):
 
 
 def test_batches_keep_line_numbers_and_account_for_every_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_sp.data.preprocess.BATCH_LINES", 3)
+    monkeypatch.setattr("megatron_sp.data.json_lines.BATCH_LINES", 3)
     source = write_lines(tmp_path / "in.jsonl", [b"%d" % number for number in range(1, 11)])
     batches = list(read_batches([source]))
     assert [batch.first for batch in batches] == [1, 4, 7, 10]
@@ -177,3 +178,113 @@ def test_packing_dtype_matches_vocabulary(tmp_path):
     preprocess([write_lines(tmp_path / "in.jsonl", [b'{"text": "65999"}'])], str(tmp_path / "out"), job, 1)
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert dataset.dtype == np.int32 and dataset.get(0).tolist() == [65999, 69999]
+
+
+def test_byte_order_marks_are_read(tmp_path):
+    """At the start of the file, of a later line (concatenated files), and alone on a line."""
+    lines = [b'\xef\xbb\xbf{"text": "1 2"}', b"\xef\xbb\xbf", b'\xef\xbb\xbf{"text": "3"}']
+    summary = preprocess([write_lines(tmp_path / "in.jsonl", lines)], str(tmp_path / "out"), null_job(), 1)
+    assert summary.documents == 2
+    assert IndexedDataset(tmp_path / "out_text_document").lengths.tolist() == [3, 2]
+
+
+@pytest.fixture(scope="module")
+def holed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face tokenizer of words with 5 tokens, the largest id 40, and <s> as a control token."""
+    pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("holed")
+    words = {"<unk>": 0, "one": 1, "two": 40, "<s>": 7, "s": 9}
+    fast = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<s>", "unk_token": "<unk>"}))
+    return folder
+
+
+def test_ids_with_holes(tmp_path, holed):
+    data = Data(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(holed))
+    assert build_tokenizer(data).vocab_size == 41
+    source = write_lines(tmp_path / "in.jsonl", [b'{"text": "one two one"}'])
+    preprocess([source], str(tmp_path / "out"), Job(data, 0, ("text",), True), 1)
+    assert IndexedDataset(tmp_path / "out_text_document").get(0).tolist() == [1, 40, 1, 7]
+
+
+def test_the_data_type_follows_the_largest_id(tmp_path, holed):
+    content = json.loads((holed / "tokenizer.json").read_text())
+    content["model"]["vocab"]["two"] = 70_000
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text((holed / "tokenizer_config.json").read_text())
+    job = Job(Data(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)), 0, ("text",), False)
+    preprocess([write_lines(tmp_path / "in.jsonl", [b'{"text": "two"}'])], str(tmp_path / "out"), job, 1)
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert dataset.dtype == np.int32 and dataset.get(0).tolist() == [70_000]
+
+
+@pytest.mark.parametrize("parse, ids", [(False, [0, 9, 0]), (True, [7])])
+def test_control_tokens_in_a_text_are_text_unless_asked_for(tmp_path, holed, parse, ids):
+    data = Data(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(holed))
+    tokenizer = Job(data, 0, ("text",), False, parse_special=parse).tokenizer()
+    assert tokenizer.encode("one <s> two") == [1, *ids, 40] == tokenizer.encode_batch(["one <s> two"])[0]
+
+
+def test_text_that_the_tokenizer_cannot_represent_is_counted(tmp_path, holed):
+    data = Data(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(holed))
+    source = write_lines(tmp_path / "in.jsonl", [b'{"text": ""}', b'{"text": "one three four"}'])
+    summary = preprocess([source], str(tmp_path / "out"), Job(data, 0, ("text",), True), 1)
+    assert summary.unknown["text"] == 2 and (summary.compared, summary.changed) == (1, 1)
+    assert summary.first_changed.endswith("in.jsonl, line 2")
+    summary = preprocess([source], str(tmp_path / "out"), Job(spm_data(), 0, ("text",), True), 1)
+    assert summary.unknown["text"] == 0 and (summary.compared, summary.changed) == (1, 0)
+
+
+NASTY = ("it's  we'll I'd\n\n\tx <|endoftext|> a.b, c;d! \u65e5\u672c\u8a9e\u3002\u6f22\u5b57\uff0c Caf\u00e9 1,000.5 "
+         "  y\r\nz '\u2019s' \u00d7\u00f7 n\u0303o \N{GRINNING FACE} \u0645\u0631\u062d\u0628. o'clock. '. 'so a 'b ")
+
+
+def odd_texts() -> list[str]:
+    return [json.loads(line)["text"] for line in ODD.read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two SentencePiece models that put a blank before a text, as Llama's does: bpe.model and unigram.model."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("trained")
+    lines = [line[:1000] for text in odd_texts() for line in text.splitlines() if line]
+    for kind in ("bpe", "unigram"):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_prefix=str(folder / kind), vocab_size=500, model_type=kind,
+            byte_fallback=True, remove_extra_whitespaces=False, minloglevel=2)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bpe", "llama bpe", "own bpe", "own llama bpe", "own unigram"])
+def test_parts_of_a_long_text_have_the_tokens_of_the_whole(name, trained):
+    kind = "Llama2Tokenizer" if "llama" in name else "SentencePieceTokenizer"
+    model = str(trained / f"{name.split()[-1]}.model") if "own" in name else str(SPM)
+    tokenizer = build_tokenizer(gpt2_data() if name == "gpt2" else Data(tokenizer_type=kind, tokenizer_model=model))
+    texts = [text[:5000] for text in odd_texts()]
+    random = np.random.RandomState(1)
+    words = NASTY.split(" ")
+    texts += ["".join(words[i] + " " * (j % 3) for i, j in random.randint(0, len(words), (400, 2))) for _ in range(5)]
+    for text in texts:
+        for length in (1, 7, 100):
+            parts = list(tokenizer.encode_in_parts(text, length))
+            assert [i for part in parts for i in part] == tokenizer.encode(text)
+    parts = list(tokenizer.encode_in_parts("some words of a text, and more. " * 100, 100))
+    assert (len(parts) > 20) is (name != "own unigram")
+
+
+def test_a_long_document_is_preprocessed_in_parts(tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "in.jsonl", [json.dumps({"text": NASTY * 50}).encode(), b'{"text": "short"}'])
+    for name, length in (("whole", 1 << 18), ("parts", 100)):
+        monkeypatch.setattr("megatron_sp.data.preprocess.LONG_TEXT", length)
+        preprocess([source], str(tmp_path / name), Job(gpt2_data(), 0, ("text",), True), 1)
+    for ending in ("bin", "idx"):
+        assert digest(tmp_path / f"whole_text_document.{ending}") == digest(tmp_path / f"parts_text_document.{ending}")

@@ -1,0 +1,56 @@
+"""Write output files completely or not at all, and report a full disk in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from megatron_sp.errors import DataError
+
+
+def reason_of(error: OSError) -> str:
+    """Return the operating system's words for an error; numpy raises OSError without an error number."""
+    return error.strerror or f"{error}; the disk may be full"
+
+
+def cannot_write(path: str | os.PathLike[str], error: OSError, flag: str = "") -> DataError:
+    """Return the message for a file that cannot be written.
+
+    Args:
+        path: the file.
+        error: what the operating system said.
+        flag: the flag that named the file, if one did.
+    """
+    return DataError(f"{f'{flag} ' * bool(flag)}{os.fspath(path)} cannot be written: {reason_of(error)}. "
+                     "Free some space, or give a place that can be written.")
+
+
+@contextlib.contextmanager
+def complete_file(path: str | os.PathLike[str], flag: str = "") -> Iterator[BinaryIO]:
+    """Open a file for writing that appears under its name only when the ``with`` block ends without an error.
+
+    Until then the bytes are in ``PATH.writing-PID``, which is removed after any error. Missing directories are made.
+
+    Args:
+        path: the file.
+        flag: the flag that named it, for the message.
+
+    Raises:
+        DataError: the file cannot be written, for example because the disk is full.
+    """
+    target = os.fspath(path)
+    aside = f"{target}.writing-{os.getpid()}"
+    try:
+        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+        with open(aside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, target)
+    except OSError as error:
+        raise cannot_write(path, error, flag) from None
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(aside)

@@ -1,0 +1,36 @@
+"""A directory on a disk that is soon full."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, kib: int = 64) -> Iterator[Path]:
+    """Give ``directory`` only ``kib`` KiB of space.
+
+    Where this process may mount (as root), a tmpfs of that size is mounted there. Elsewhere the kernel limits the size
+    of every file this process writes: the error has another text, but comes at the same places.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(directory)]
+    mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not mounted:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kib << 10, before[1]))
+    try:
+        yield directory
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(directory)], check=True)
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+#: What the two ways of filling a disk say.
+FULL = r"(No space left on device|File too large|\d+ requested and \d+ written; the disk may be full)"
