@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Draw planned memory by component over sequence length, or set the plan beside published measurements.
 
-    python tools/plot_memory.py                          the picture of docs/background/memory.md
-    python tools/plot_memory.py --gpus 16 --limit 40     other devices
-    python tools/plot_memory.py --published              the table of docs/background/memory.md (Markdown)
+Examples (the first two lines make the picture and the Markdown table of docs/background/memory.md):
+
+    python tools/plot_memory.py
+    python tools/plot_memory.py --published
+    python tools/plot_memory.py --gpus 16 --limit 40 --output memory_16.png
 
 Needs no torch: see ``megatron_sp.plan.memory``.
 """
@@ -11,6 +13,7 @@ Needs no torch: see ``megatron_sp.plan.memory``.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +24,10 @@ sys.path.insert(0, str(ROOT))
 from megatron_sp.config.load import load_run  # noqa: E402
 from megatron_sp.config.resolve import with_vocab  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
+from megatron_sp.errors import ConfigError  # noqa: E402
+from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.plan.memory import COMPONENTS, predict  # noqa: E402
+from megatron_sp.runtime import run_program  # noqa: E402
 
 COMMON = ("--position-embedding-type rope --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --mock-data "
           "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0 --bf16 --zero-stage 3 ")
@@ -36,6 +42,7 @@ GPT_1B = "--num-layers 24 --hidden-size 2048 --num-attention-heads 64 --kv-chann
 GPT_7B = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 50304 "
 FULL = "--recompute-granularity full "
 TILED, OFFLOAD = "--mlp-tile-size 4096 ", "--offload-activations "
+HEADS = 32  # query heads of LLAMA_8B
 #: The panels of the picture.
 PANELS = {
     "no technique (loss in one tile)": "--loss-tile-size {s} ",
@@ -43,7 +50,7 @@ PANELS = {
     "+ full recompute": FULL,
     "+ tiled feed-forward layer": FULL + TILED,
     "+ offload": FULL + TILED + OFFLOAD,
-    "+ 4 head groups": FULL + TILED + OFFLOAD + "--attention-head-groups 4 ",
+    "+ {groups} head groups": FULL + TILED + OFFLOAD + "--attention-head-groups {groups} ",
 }
 COLOURS = ("#5b7ba3", "#8fb0d3", "#c3d5e8", "#7f7f7f", "#e08e45", "#c44e52", "#8c6bb1", "#b0b0b0", "#dddddd")
 GIB = 2**30
@@ -92,16 +99,21 @@ PUBLISHED = (
 )
 
 
+def head_groups(gpus: int) -> int:
+    """Return the number of head groups in the last panel: 4, or fewer where a rank has fewer heads of LLAMA_8B."""
+    return min(4, max(1, HEADS // gpus))
+
+
 def configuration(flags: str, tokens: int, gpus: int) -> Run:
-    """A resolved run; the length is rounded down to what the devices divide."""
+    """Return a resolved run whose length is rounded down to a multiple of the devices."""
     tokens = tokens // (gpus * 64) * gpus * 64
-    text = COMMON + flags.format(s=tokens) + f"--seq-length {tokens} --ulysses-size {gpus} "
+    text = COMMON + flags.format(s=tokens, groups=head_groups(gpus)) + f"--seq-length {tokens} --ulysses-size {gpus} "
     run = load_run(text.split(), gpus, files=False)[0]
     return with_vocab(run, run.model.vocab_size)
 
 
 def as_theirs(case: Published) -> tuple[float, float, float]:
-    """GiB of our plan as it is, with what their system holds differently, and with bf16 weights on the device too."""
+    """Return GiB of our plan, of our plan with what their system holds instead, and with bf16 weights on the device."""
     run = configuration(case.flags, case.tokens, case.gpus)
     plan = predict(run, device="gpu")
     parts, tokens = plan.components, run.data.seq_length // case.gpus
@@ -118,7 +130,7 @@ def as_theirs(case: Published) -> tuple[float, float, float]:
 
 
 def published_table() -> str:
-    """Markdown."""
+    """Return the comparison with published runs as a Markdown table."""
     lines = ["| run | tokens | published | our plan | as they hold it | error | weights on the device | error |",
              "|---|---|---|---|---|---|---|---|"]
     for case in PUBLISHED:
@@ -131,12 +143,8 @@ def published_table() -> str:
 
 
 def draw(gpus: int, limit: float, output: Path) -> None:
-    """Stacked components over length, a panel for each set of techniques."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Draw stacked components over length, one panel for each set of techniques."""
+    pyplot = load_pyplot()
     figure, grid = pyplot.subplots(2, 3, figsize=(13, 7), sharey=True)
     per_gpu = [1024 * 2**power for power in range(0, 11)]
     for axes, (title, flags) in zip(grid.flat, PANELS.items()):
@@ -151,7 +159,7 @@ def draw(gpus: int, limit: float, output: Path) -> None:
         ticks = [value for value in x if value in (8, 32, 128, 512, 2048, 8192)] or x[::2]
         axes.set_xticks(ticks, [f"{value:g}K" if value < 1024 else f"{value / 1024:g}M" for value in ticks])
         longest = longest_length(flags, gpus, limit)
-        axes.set_title(f"{title}\nlongest {longest / 1024:,.0f}K tokens", fontsize=9)
+        axes.set_title(f"{title.format(groups=head_groups(gpus))}\nlongest {longest / 1024:,.0f}K tokens", fontsize=9)
     for axes in grid[:, 0]:
         axes.set_ylabel("GiB on a device")
     for axes in grid[1]:
@@ -161,12 +169,11 @@ def draw(gpus: int, limit: float, output: Path) -> None:
     figure.suptitle(f"Planned peak memory, Llama-8B in bf16 on {gpus} devices: --ulysses-size {gpus} --zero-stage 3 "
                     f"(dashed: {limit:g} GiB)", fontsize=11)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=110)
+    save_picture(figure, output)
 
 
 def longest_length(flags: str, gpus: int, limit: float) -> int:
-    """Tokens of the longest sequence whose plan is within 0.93 of the limit (the rest is fragmentation)."""
+    """Return the tokens of the longest sequence whose plan fits into 0.93 of the limit; the rest is fragmentation."""
     low, high = 0, 1 << 26
     while high - low > gpus * 1024:
         middle = (low + high) // 2
@@ -176,22 +183,40 @@ def longest_length(flags: str, gpus: int, limit: float) -> int:
     return low
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=8, help="devices that share a sequence (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=80.0, metavar="GIB", help="of a device (default: %(default)g)")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/images/memory.png")
-    parser.add_argument("--published", action="store_true", help="print the table instead")
-    arguments = parser.parse_args()
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    group = parser.add_argument_group("devices")
+    group.add_argument("--gpus", type=int, default=8, metavar="N",
+                       help=f"devices that share a sequence, at most {HEADS}: the heads (default: %(default)s)")
+    group.add_argument("--limit", type=float, default=80.0, metavar="GIB",
+                       help="memory of a device (default: %(default)g)")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output", type=Path, default=ROOT / "docs/images/memory.png", metavar="FILE.png",
+                       help="picture to write (default: docs/images/memory.png)")
+    group.add_argument("--published", action="store_true", help="print the table of published measurements instead")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    arguments = build_parser().parse_args(argv)
+    problems = []
+    if not 1 <= arguments.gpus <= HEADS:
+        problems.append(f"--gpus {arguments.gpus} must be between 1 and {HEADS}: each device needs a head of Llama-8B")
+    if not 0 < arguments.limit < math.inf:
+        problems.append(f"--limit {arguments.limit:g} must be above 0")
+    if problems:
+        raise ConfigError(problems)
     if arguments.published:
         print(published_table())
         return
+    longest = {title.format(groups=head_groups(arguments.gpus)): longest_length(flags, arguments.gpus, arguments.limit)
+               for title, flags in PANELS.items()}
+    for title, tokens in longest.items():
+        print(f"{title:34} {tokens:>12,} tokens in {arguments.limit:g} GiB")
     draw(arguments.gpus, arguments.limit, arguments.output)
     print(f"wrote {arguments.output}")
-    for name, flags in PANELS.items():
-        longest = longest_length(flags, arguments.gpus, arguments.limit)
-        print(f"{name:34} {longest:>12,} tokens in {arguments.limit:g} GiB")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

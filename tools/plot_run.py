@@ -204,7 +204,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--x", default="consumed_tokens", choices=("consumed_tokens", "consumed_samples", "iteration"),
                         help="horizontal axis (default: %(default)s)")
-    parser.add_argument("--linear", action="store_true", help="draw the loss over a linear axis and show its first fall too")
+    parser.add_argument("--linear", action="store_true",
+                        help="draw the loss over a linear axis and show its first fall too")
     parser.add_argument("--smooth", type=int, default=0, metavar="N",
                         help="smooth the training loss over N points (default: a 25th of the run)")
     parser.add_argument("--reference", type=_reference, action="append", default=[], metavar="NAME=LOSS",

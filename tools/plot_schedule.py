@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Draw a pipeline schedule and its bubble: which rank does what when, as text and as a PNG.
+"""Draw a pipeline schedule and its bubble: which rank computes what and when, as text and as a PNG.
 
-  plot_schedule.py --pp 4 --microbatches 8 --schedule interleaved --stages-per-rank 2 --output schedule.png
+Example:
 
-The order of the actions is the one that training runs; times follow from it: each action starts as soon as its
-rank is free and what it needs has been computed (communication takes no time). A layer's forward takes 1
-unit, its backward 2 (1 for the gradient of the input, 1 for that of the weights), whatever stage it is in.
+    python tools/plot_schedule.py --pp 4 --microbatches 8 --schedule interleaved --output schedule.png
+
+The order of the actions is the one that training runs. An action starts as soon as its rank is free and its inputs have
+been computed; communication takes no time. A rank's forward of one microbatch takes 1 unit, its backward 2 units: 1 for
+the gradient of the input and 1 for the gradient of the weights. The bubble is the share of time in which ranks wait.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.layout.schedules import SCHEDULES, takes_microbatches  # noqa: E402
+from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 #: Kind -> duration in units of a rank's whole forward, for one stage per rank; colour.
-KINDS = {"F": (1.0, "#7aa6d6"), "B": (2.0, "#e6a267"), "I": (1.0, "#e6a267"), "W": (1.0, "#8cc084")}
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+KINDS = {"F": (1.0, "#7aa6d6"), "B": (2.0, "#e6a267"), "I": (1.0, "#c59fd6"), "W": (1.0, "#8cc084")}
+NAMES = {"F": "forward", "B": "backward (both gradients)", "I": "gradient of the input",
+         "W": "gradient of the weights"}
 #: Stages per rank that a schedule takes.
 STAGES = {"1f1b": (1,), "interleaved": tuple(range(2, 33)), "zero-bubble": tuple(range(1, 33)), "zbv": (2,),
           "dualpipev": (2,)}
@@ -45,14 +49,14 @@ Step = tuple[str, int, int]  # kind, stage, microbatch
 
 
 def order_of(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Step]]:
-    """What each rank computes, in the order of training."""
+    """Return what each rank computes, in the order of training."""
     from megatron_sp.parallel.pipeline import schedule_order
 
     return schedule_order(schedule, pp, stages_per_rank, microbatches)
 
 
 def needs(step: Step, last_stage: int) -> list[Step]:
-    """What must be finished before a step can start."""
+    """Return the steps that must be finished before a step can start."""
     kind, stage, microbatch = step
     if kind == "F":
         return [("F", stage - 1, microbatch)] if stage else []
@@ -63,7 +67,7 @@ def needs(step: Step, last_stage: int) -> list[Step]:
 
 
 def simulate(orders: list[list[Step]], stages_per_rank: int) -> list[Action]:
-    """Give every step its time."""
+    """Return every step with the time at which it starts and ends."""
     last_stage = max(stage for order in orders for _, stage, _ in order)
     ends: dict[Step, float] = {}
     free, position = [0.0] * len(orders), [0] * len(orders)
@@ -73,7 +77,7 @@ def simulate(orders: list[list[Step]], stages_per_rank: int) -> list[Action]:
         for rank, order in enumerate(orders):
             while position[rank] < len(order):
                 step = order[position[rank]]
-                # the gradient of a stage's input is there after its whole backward, or after the first half of it
+                # The gradient of a stage's input exists after its backward (B), or after the first half of it (I).
                 ready = [ends.get(need, ends.get(("I", *need[1:]))) if need[0] == "B" else ends.get(need)
                          for need in needs(step, last_stage)]
                 if any(end is None for end in ready):
@@ -89,24 +93,27 @@ def simulate(orders: list[list[Step]], stages_per_rank: int) -> list[Action]:
 
 
 def bubble(actions: list[Action]) -> float:
-    """Share of the ranks' time in which they wait."""
+    """Return the share of the ranks' time in which they wait."""
     busy = sum(action.end - action.start for action in actions)
     ranks = max(action.rank for action in actions) + 1
     return 1 - busy / (ranks * max(action.end for action in actions))
 
 
 def as_text(actions: list[Action], stages_per_rank: int) -> str:
-    """One line a rank, one column a unit (of a stage's forward); capital letters are a rank's later stages."""
+    """Return one line for each rank and one column for each unit of a stage's forward.
+
+    Lower-case letters are a rank's first stage, capital letters its later ones.
+    """
     unit = 1 / stages_per_rank
     width = max(len(str(action.microbatch)) for action in actions) + 2
     columns = round(max(action.end for action in actions) / unit)
-    turns = {rank: sorted({action.stage for action in actions if action.rank == rank})
-             for rank in {action.rank for action in actions}}
+    stages = {rank: sorted({action.stage for action in actions if action.rank == rank})
+              for rank in {action.rank for action in actions}}
     lines = []
-    for rank in sorted(turns):
+    for rank in sorted(stages):
         cells = ["." + " " * (width - 1)] * columns
         for action in (action for action in actions if action.rank == rank):
-            letter = action.kind.upper() if turns[rank].index(action.stage) else action.kind.lower()
+            letter = action.kind.upper() if stages[rank].index(action.stage) else action.kind.lower()
             first, last = round(action.start / unit), round(action.end / unit)
             cells[first:last] = [f"{letter}{action.microbatch}".ljust(width)] * (last - first)
         lines.append(f"rank {rank} | {''.join(cells).rstrip()}")
@@ -114,45 +121,55 @@ def as_text(actions: list[Action], stages_per_rank: int) -> str:
 
 
 def plot(actions: list[Action], title: str, path: Path) -> None:
-    """Write the picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """Write the picture: a row for each rank, a bar for each action."""
+    pyplot = load_pyplot()
     from matplotlib.patches import Patch
 
     ranks = max(action.rank for action in actions) + 1
-    turns = [sorted({action.stage for action in actions if action.rank == rank}) for rank in range(ranks)]
+    stages = [sorted({action.stage for action in actions if action.rank == rank}) for rank in range(ranks)]
     end = max(action.end for action in actions)
-    figure, axes = pyplot.subplots(figsize=(min(24, max(8, end * 0.45)), 1.2 + 0.55 * ranks))
+    width = min(24, max(8, end * 0.45))  # inches
+    figure, axes = pyplot.subplots(figsize=(width, 1.2 + 0.55 * ranks))
+    drawn_width = width * (axes.get_position().x1 - axes.get_position().x0)
+    digits = len(str(max(action.microbatch for action in actions)))
+    numbered = True
     for action in actions:
-        turn, length = turns[action.rank].index(action.stage), action.end - action.start
-        shade = 1.0 - 0.45 * turn / max(1, len(turns[action.rank]) - 1)
+        place, length = stages[action.rank].index(action.stage), action.end - action.start
+        shade = 1.0 - 0.45 * place / max(1, len(stages[action.rank]) - 1)  # a rank's later stages are paler
         axes.barh(action.rank, length, left=action.start, height=0.9, color=KINDS[action.kind][1], alpha=shade,
                   edgecolor="white", linewidth=0.8)
-        axes.text(action.start + length / 2, action.rank, str(action.microbatch), ha="center", va="center",
-                  fontsize=8 if length >= 1 else 6)
-    axes.set(yticks=range(ranks), yticklabels=[f"rank {rank}\nstage {', '.join(map(str, turns[rank]))}"
+        size = min(8.0, 72 * length / end * drawn_width / (0.75 * digits))  # points, so that numbers do not overlap
+        if size >= 4:
+            axes.text(action.start + length / 2, action.rank, str(action.microbatch), ha="center", va="center",
+                      fontsize=size)
+        numbered = numbered and size >= 4
+    axes.set(yticks=range(ranks), yticklabels=[f"rank {rank}\nstage {', '.join(map(str, stages[rank]))}"
                                               for rank in range(ranks)], xlim=(0, end),
-             xlabel="time in units of a rank's forward", title=title)
+             xlabel="time in units of a rank's forward; " + (
+                 "numbers: microbatches" if numbered else "numbers: microbatches, left out where there is no room"),
+             title=title)
     axes.invert_yaxis()
     axes.set_facecolor("#eeeeee")
     used = {action.kind for action in actions}
     axes.legend(handles=[Patch(color=KINDS[kind][1], label=NAMES[kind]) for kind in "FBIW" if kind in used] +
                 [Patch(color="#eeeeee", label="waiting")], loc="center left", bbox_to_anchor=(1.005, 0.5),
                 frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    save_picture(figure, path)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
-    parser.add_argument("--microbatches", type=int, required=True)
-    parser.add_argument("--schedule", default="1f1b", choices=tuple(STAGES))
-    parser.add_argument("--stages-per-rank", type=int, default=0, help="default: what the schedule needs")
-    parser.add_argument("--output", type=Path, help="PNG to write (default: text only)")
+    group = parser.add_argument_group("pipeline")
+    group.add_argument("--pp", type=int, required=True, metavar="N",
+                       help="pipeline ranks (--pipeline-model-parallel-size of the training)")
+    group.add_argument("--microbatches", type=int, required=True, metavar="N", help="microbatches of one step")
+    group.add_argument("--schedule", default="1f1b", choices=tuple(STAGES),
+                       help="as --pipeline-schedule of the training (default: %(default)s)")
+    group.add_argument("--stages-per-rank", type=int, default=0, metavar="N",
+                       help="stages of each rank (default: what the schedule needs)")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output", type=Path, metavar="FILE.png", help="picture to write (default: text only)")
     return parser
 
 
@@ -169,8 +186,8 @@ def main(argv: list[str]) -> None:
                           f"{flags.pp} ranks; a multiple of {2 * flags.pp} always does")
     actions = simulate(order_of(flags.schedule, flags.pp, per_rank, flags.microbatches), per_rank)
     share = bubble(actions)
-    title = f"{flags.schedule}: {flags.pp} ranks, {per_rank} stages each, {flags.microbatches} microbatches, " \
-            f"bubble {share:.1%}"
+    title = f"{flags.schedule}: {flags.pp} rank{'s' * (flags.pp > 1)}, {per_rank} stage{'s' * (per_rank > 1)} each, " \
+            f"{flags.microbatches} microbatch{'es' * (flags.microbatches > 1)}, bubble {share:.1%}"
     print(title)
     print(as_text(actions, per_rank))
     if flags.output:

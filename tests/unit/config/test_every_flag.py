@@ -6,13 +6,13 @@ import functools
 
 import pytest
 
+from docs.make.flags_page import ROOT
 from megatron_sp.config.cli.flags import build_parser, parse
 from megatron_sp.config.cli.options import schema_options
 from megatron_sp.config.cli.tables import HINTS, NOT_YET
 from megatron_sp.config.schema import Run
 from tests.helpers.field_reads import reads
 from tests.unit.config.known_flags import ESSENTIAL
-from tools.make_flag_docs import ROOT
 
 #: Words of the command line -> ``section.field=value`` that they must set (Python's repr of the value).
 SETS = """

@@ -331,10 +331,10 @@ def test_help_exits(capsys):
 
 
 def test_docs_are_up_to_date():
-    from tools.make_flag_docs import ROOT, render
+    from docs.make.flags_page import ROOT, render
 
     assert (ROOT / "docs" / "reference" / "flags.md").read_text(encoding="utf-8") == render(), (
-        "run: python tools/make_flag_docs.py")
+        "run: python docs/make/flags_page.py")
 
 
 def test_reading_flags_loads_nothing_heavy():

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_sp.layout.tokens import SequenceLayout  # noqa: E402
+from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 
 COLOURS = ("#7aa6d6", "#e6a267", "#8cc084", "#c59fd6")
 GREY = "#dddddd"
@@ -22,7 +24,7 @@ GREY = "#dddddd"
 
 def grid(axes: Any, x: float, y: float, colours: Sequence[Sequence[str]], *, title: str, across: str, down: str,
          cell: float = 0.42, texts: Sequence[Sequence[str]] = ()) -> float:
-    """A block of coloured cells; returns the x right of it."""
+    """Draw a block of coloured cells and return the x at its right edge."""
     from matplotlib.patches import Rectangle
 
     rows, columns = len(colours), len(colours[0])
@@ -39,7 +41,7 @@ def grid(axes: Any, x: float, y: float, colours: Sequence[Sequence[str]], *, tit
 
 
 def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], text: str = "", bend: float = 0.0) -> None:
-    """An arrow with words above its middle."""
+    """Draw an arrow with words above its middle."""
     axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color="#444444", lw=1.3,
                                                   connectionstyle=f"arc3,rad={bend}"))
     axes.text((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.12, text, ha="center", va="bottom", fontsize=8)
@@ -54,7 +56,7 @@ def by_column(rows: int, columns: int) -> list[list[str]]:
 
 
 def ulysses(axes: Any) -> None:
-    """Tokens, then heads, then tokens."""
+    """Draw tokens split, then heads, then tokens again."""
     right = grid(axes, 0.5, 0, by_row(8, 8), title="q, k, v projected", across="heads", down="tokens")
     arrow(axes, (right + 0.15, -1.7), (right + 1.75, -1.7), "all-to-all\n(q, k, v as one)")
     right = grid(axes, right + 2.2, 0, by_column(8, 8), title="attention", across="heads", down="tokens")
@@ -63,7 +65,7 @@ def ulysses(axes: Any) -> None:
 
 
 def ring(axes: Any) -> None:
-    """Zigzag ownership, and the blocks each member computes."""
+    """Draw which tokens each rank owns (zigzag), and which blocks of attention it computes."""
     layout = SequenceLayout(8, ring=4, kind="zigzag")
     owner = {token: rank for rank in range(4) for token in layout.positions(rank)}
     right = grid(axes, 0.5, 0, [[COLOURS[owner[token]]] for token in range(8)], title="tokens", across="zigzag",
@@ -72,7 +74,7 @@ def ring(axes: Any) -> None:
     steps = [[str((owner[q] - owner[k]) % 4) if k <= q else "" for k in range(8)] for q in range(8)]
     right = grid(axes, right + 1.7, 0, blocks, title="work under the causal mask", across="keys", down="queries",
                  texts=steps)
-    axes.text(right - 1.7, -3.75, "colour: the rank that computes\nnumber: the step in which these keys visit",
+    axes.text(right - 1.7, -3.75, "colour: the rank that computes\nnumber: the step in which these keys arrive",
               ha="center", va="center", fontsize=8)
     x = right + 1.7
     places = [(x, -0.6), (x + 2.2, -0.6), (x + 2.2, -2.8), (x, -2.8)]
@@ -86,7 +88,7 @@ def ring(axes: Any) -> None:
 
 
 def hybrid(axes: Any) -> None:
-    """Ulysses 2 inside ring 2."""
+    """Draw Ulysses over 2 ranks inside a ring of 2."""
     layout = SequenceLayout(8, ring=2, ulysses=2, kind="zigzag")
     owner = {token: rank for rank in range(4) for token in layout.positions(rank)}
     right = grid(axes, 0.5, 0, [[COLOURS[owner[token]]] * 4 for token in range(8)], title="between layers",
@@ -99,20 +101,10 @@ def hybrid(axes: Any) -> None:
     arrow(axes, (right + 0.3, -2.8), (right + 0.3, -0.6), bend=-0.5)
     axes.text(right + 1.15, -1.7, "ring between ranks with\nthe same heads: their keys\nand values travel", ha="left",
               va="center", fontsize=8)
-    legend(axes, right + 4.6, ("ring 0, Ulysses 0", "ring 0, Ulysses 1", "ring 1, Ulysses 0", "ring 1, Ulysses 1"))
-
-
-def legend(axes: Any, x: float, names: Sequence[str]) -> None:
-    """Colours and their ranks."""
-    from matplotlib.patches import Rectangle
-
-    for index, name in enumerate(names):
-        axes.add_patch(Rectangle((x, -0.9 - 0.5 * index), 0.32, 0.32, facecolor=COLOURS[index]))
-        axes.text(x + 0.45, -0.74 - 0.5 * index, name, va="center", fontsize=8)
 
 
 def tensor(axes: Any) -> None:
-    """Columns, then rows, of two matrices."""
+    """Draw the columns of one matrix and the rows of the next, split."""
     right = grid(axes, 0.5, 0, [[GREY] * 4 for _ in range(6)], title="x", across="hidden", down="tokens")
     arrow(axes, (right + 0.1, -1.3), (right + 1.3, -1.3), "all-gather*")
     right = grid(axes, right + 1.75, 0, by_column(4, 8), title="up, gate, q, k, v", across="columns", down="hidden")
@@ -127,7 +119,7 @@ def tensor(axes: Any) -> None:
 
 
 def pipeline(axes: Any) -> None:
-    """Layers over ranks, three ways."""
+    """Draw three ways to give layers to ranks."""
     plain = [0, 0, 1, 1, 2, 2, 3, 3]
     ways = [("1f1b, zero-bubble", "one stage a rank", plain),
             ("interleaved", "several stages a rank", [0, 1, 2, 3] * 2),
@@ -145,7 +137,7 @@ def pipeline(axes: Any) -> None:
 
 
 def data(axes: Any) -> None:
-    """Samples over ranks, states over ranks."""
+    """Draw samples split over ranks, and what each ZeRO stage splits."""
     right = grid(axes, 0.5, 0, by_row(8, 6), title="global batch", across="tokens", down="samples")
     x = right + 1.8
     for stage, sharded in enumerate(((), ("Adam",), ("Adam", "gradients"), ("Adam", "gradients", "weights"))):
@@ -160,35 +152,48 @@ def data(axes: Any) -> None:
               ha="center", fontsize=8)
 
 
-#: Name -> what draws it, its title, its width.
-PICTURES: dict[str, tuple[Callable[[Any], None], str, float]] = {
-    "ulysses": (ulysses, "Ulysses over 4 ranks", 15.2), "ring": (ring, "Ring over 4 ranks", 11.2),
-    "hybrid": (hybrid, "Ulysses 2 x ring 2", 14.2), "tensor": (tensor, "Tensor parallelism over 4 ranks", 20.6),
-    "pipeline": (pipeline, "Pipeline over 4 ranks, 8 layers", 13.2),
-    "data": (data, "Data parallelism and ZeRO over 4 ranks", 14.8),
+RANKS = ("rank 0", "rank 1", "rank 2", "rank 3")
+PAIRS = ("rank 0: ring 0, Ulysses 0", "rank 1: ring 0, Ulysses 1", "rank 2: ring 1, Ulysses 0",
+         "rank 3: ring 1, Ulysses 1")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture: the function that draws it, its title, its width in the units of the grid, and its legend."""
+
+    draw: Callable[[Any], None]
+    title: str
+    width: float
+    ranks: Sequence[str] = RANKS
+
+
+PICTURES = {
+    "ulysses": Picture(ulysses, "Ulysses over 4 ranks", 15.2), "ring": Picture(ring, "Ring over 4 ranks", 11.2),
+    "hybrid": Picture(hybrid, "Ulysses 2 x ring 2", 12.4, PAIRS),
+    "tensor": Picture(tensor, "Tensor parallelism over 4 ranks", 20.6),
+    "pipeline": Picture(pipeline, "Pipeline over 4 ranks, 8 layers", 13.2),
+    "data": Picture(data, "Data parallelism and ZeRO over 4 ranks", 14.8),
 }
 
 
 def main(directory: Path) -> None:
     """Write all pictures."""
-    import matplotlib
+    pyplot = load_pyplot()
+    from matplotlib.patches import Patch
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, (draw, title, width) in PICTURES.items():
-        figure, axes = pyplot.subplots(figsize=(0.68 * width, 3.8))
-        draw(axes)
-        axes.set(xlim=(0, width), ylim=(-4.1, 1.3), title=title)
+    for name, picture in PICTURES.items():
+        figure, axes = pyplot.subplots(figsize=(0.68 * picture.width, 4.0))
+        picture.draw(axes)
+        axes.set(xlim=(0, picture.width), ylim=(-4.1, 1.3), title=picture.title)
         axes.set_aspect("equal")
         axes.axis("off")
-        figure.savefig(directory / f"{name}.png", dpi=90, bbox_inches="tight", metadata={"Software": None})
-        pyplot.close(figure)
+        axes.legend(handles=[Patch(color=colour, label=rank) for colour, rank in zip(COLOURS, picture.ranks)],
+                    loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=4, frameon=False, fontsize=8)
+        save_picture(figure, directory / f"{name}.png", dpi=160, flag="directory")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    images = Path(__file__).resolve().parents[1] / "docs" / "images"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    images = Path(__file__).resolve().parents[1] / "images"
     parser.add_argument("directory", nargs="?", type=Path, default=images, help="where to (default: docs/images)")
     main(parser.parse_args().directory)
