@@ -106,14 +106,13 @@ def summary(run: RunMetrics, references: list[tuple[str, float]]) -> list[str]:
     return lines
 
 
-def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", linear: bool = False, window: int = 0,
+def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", log_x: bool = False, window: int = 0,
          references: list[tuple[str, float]] | None = None, title: str = "") -> None:
     """Draw loss, learning rate, gradient norm and speed of ``runs`` to the PNG ``output``.
 
     Args:
         x: key of the horizontal axis.
-        linear: draw the loss over a linear horizontal axis and show all of it, instead of a logarithmic axis and a
-            vertical range without the first fall.
+        log_x: draw the loss over a logarithmic horizontal axis and show its first fall too.
         window: points to smooth the training loss over; 0: a 25th of the run.
         references: named losses to draw as horizontal lines.
 
@@ -126,9 +125,11 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", li
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
     (loss, rate), (norm, speed) = axes
     for index, run in enumerate(runs):
-        _draw_loss(loss, run, f"C{index}", x, window)
+        # Later runs are drawn over earlier ones with a thinner line, so that equal curves are all seen.
+        width = 1.5 + 2.5 * (len(runs) - 1 - index) / max(1, len(runs) - 1) * (len(runs) > 1)
+        _draw_loss(loss, run, f"C{index}", x, window, width, each_step=len(runs) == 1)
         for axis, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_s")):
-            _line(axis, run.series(key, x), color=f"C{index}", label=run.name)
+            _line(axis, run.series(key, x), color=f"C{index}", label=run.name, linewidth=width)
     for index, (name, value) in enumerate(references or []):
         loss.axhline(value, color="black", linestyle=(0, (2, 2 + index)), linewidth=1, label=f"{name} ({value:.2f})")
     label = x.replace("_", " ")
@@ -136,7 +137,7 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", li
                                 (norm, "Gradient norm (before clipping)", ""), (speed, "Speed", "tokens per second")):
         axis.set(title=heading, ylabel=unit, xlabel=label)
         axis.grid(alpha=0.3)
-    if not linear and any(run.series("lm_loss", x) for run in runs):
+    if log_x and any(run.series("lm_loss", x) for run in runs):
         loss.set_xscale("log")  # the loss falls about as the logarithm of the tokens
     for axis in axes.flat:
         axis.xaxis.set_major_formatter(EngFormatter())
@@ -144,7 +145,7 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", li
         norm.set_yscale("log")
     rate.set_ylim(bottom=0)
     speed.set_ylim(bottom=0)
-    if not linear:
+    if not log_x:
         _leave_out_the_first_fall(loss, runs, x, [value for _, value in references or []])
     # Below the panels, where it hides no data however many runs there are.
     handles, names = loss.get_legend_handles_labels()
@@ -166,20 +167,22 @@ def _leave_out_the_first_fall(axis: Axes, runs: list[RunMetrics], x: str, refere
         axis.set_ylim(low - margin, high + margin)
 
 
-def _draw_loss(axis: Axes, run: RunMetrics, color: str, x: str, window: int) -> None:
+def _draw_loss(axis: Axes, run: RunMetrics, color: str, x: str, window: int, width: float, *,
+               each_step: bool) -> None:
     points = run.series("lm_loss", x)
     window = window or max(1, len(points) // 25)
     label = f"{run.name}: training"
     if window > 1:
-        _line(axis, points, color=color, alpha=0.3, linewidth=0.8, label=f"{label}, each logged step")
+        if each_step:
+            _line(axis, points, color=color, alpha=0.3, linewidth=0.8, label=f"{label}, each logged step")
         label += f", mean of {window}"
-    _line(axis, smooth(points, window), color=color, label=label)
+    _line(axis, smooth(points, window), color=color, label=label, linewidth=width)
     for key in run.validation_sets():
         own_name = key.partition("/")[2]
         style = {"linestyle": ":", "marker": "s", "markersize": 4} if own_name else {
             "linestyle": "--", "marker": "o", "markersize": 5}
         _line(axis, run.series(key, x), color=color, markerfacecolor="white",
-              label=f"{run.name}: validation {own_name}".rstrip(), **style)
+              linewidth=width, label=f"{run.name}: validation {own_name}".rstrip(), **style)
 
 
 def _line(axis: Axes, points: list[Point], **style: Any) -> None:
@@ -204,8 +207,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--x", default="consumed_tokens", choices=("consumed_tokens", "consumed_samples", "iteration"),
                         help="horizontal axis (default: %(default)s)")
-    parser.add_argument("--linear", action="store_true",
-                        help="draw the loss over a linear axis and show its first fall too")
+    parser.add_argument("--log-x", action="store_true",
+                        help="draw the loss over a logarithmic axis and show its first fall too")
     parser.add_argument("--smooth", type=int, default=0, metavar="N",
                         help="smooth the training loss over N points (default: a 25th of the run)")
     parser.add_argument("--reference", type=_reference, action="append", default=[], metavar="NAME=LOSS",
@@ -219,7 +222,7 @@ def main(argv: list[str]) -> None:
     if arguments.smooth < 0:
         raise ConfigError(f"--smooth {arguments.smooth} must be at least 0")
     runs = [read_run(argument) for argument in arguments.runs]
-    draw(runs, arguments.output, x=arguments.x, linear=arguments.linear, window=arguments.smooth,
+    draw(runs, arguments.output, x=arguments.x, log_x=arguments.log_x, window=arguments.smooth,
          references=arguments.reference, title=arguments.title)
     for run in runs:
         print("\n".join(summary(run, arguments.reference)))

@@ -97,9 +97,9 @@ def hybrid(axes: Any) -> None:
     member = {token: owner[token] // 2 for token in range(8)}
     colours = [[COLOURS[2 * member[token] + head // 2] for head in range(4)] for token in range(8)]
     right = grid(axes, right + 2.3, 0, colours, title="in attention", across="heads", down="tokens")
-    arrow(axes, (right + 0.3, -0.6), (right + 0.3, -2.8), bend=-0.5)
-    arrow(axes, (right + 0.3, -2.8), (right + 0.3, -0.6), bend=-0.5)
-    axes.text(right + 1.15, -1.7, "ring between ranks with\nthe same heads: their keys\nand values travel", ha="left",
+    arrow(axes, (right + 0.75, -0.6), (right + 0.75, -2.8), bend=-0.35)
+    arrow(axes, (right + 0.65, -2.8), (right + 0.65, -0.6), bend=-0.35)
+    axes.text(right + 1.4, -1.7, "ring between ranks with\nthe same heads: their keys\nand values travel", ha="left",
               va="center", fontsize=8)
 
 
