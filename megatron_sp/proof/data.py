@@ -89,6 +89,10 @@ class TokenSet:
         """Return tokens ``[start, stop)`` of a sample, int64."""
         return self.text[sample, start:stop]
 
+    def source(self, sample: int) -> str:
+        """Return where a sample comes from, for messages: there is no file."""
+        return "the proof's tokens"
+
     def describe(self) -> str:
         return f"{len(self)} samples in memory"
 
