@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
-"""The exchange around Ulysses attention alone: q, k and v together against one exchange for each.
+"""Time the exchanges around Ulysses attention alone, without any attention between.
 
-Two processes (``--ranks``) take each other's shards there and back, forward and backward, without any
-attention between: through collectives, fused and one by one, and through shared memory. Shown are the bytes
-each rank sends to others per direction (counted, and by formula) and the medians of time on the clock and of
-processor time, all ways measured in turn.
+Two processes (``--ranks``) exchange q, k and v and bring an output back, forward and backward, in three ways:
+
+    fused    one all-to-all for q, k and v together, through torch's collectives
+    three    one all-to-all for each of q, k and v, through torch's collectives
+    memory   like fused, through memory that the processes share
+
+The table shows the bytes that each rank sends to others in forward (counted, and by formula), and the medians of
+time on the clock and of processor time. All ways are measured in turn, so that other work slows all alike.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ def exchange_bytes(tokens: int, heads: int, kv_heads: int, width: int, ranks: in
 
 
 def separately(exchange: Any) -> Callable[..., tuple[Any, ...]]:
-    """Three exchanges, made of the same parts: pack, all-to-all, unpack for each of q, k and v."""
+    """Return a function that exchanges q, k and v one after another, each packed and unpacked by itself."""
     import torch
 
     from megatron_sp.parallel.collectives import all_to_all
@@ -42,7 +46,7 @@ def separately(exchange: Any) -> Callable[..., tuple[Any, ...]]:
         share, size = heads // exchange.size, exchange.size
         packed = x.unflatten(2, (size, share)).movedim(2, 0).reshape(heads, batch * tokens * width)
         exchange.sent.add(packed, [share] * size, exchange.rank)
-        received = all_to_all(packed, [share] * size, [share] * size, exchange.group)
+        received = all_to_all(packed, [share] * size, [share] * size, exchange.channel)
         received = received.view(size, batch, tokens, share, width).transpose(0, 1)
         return received.reshape(batch, size * tokens, share, width)
 
@@ -50,26 +54,27 @@ def separately(exchange: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[Any]) -> None:
-    """One rank: measure all ways in turn."""
+    """Measure all ways in turn, as one of the ranks."""
     import torch
     import torch.distributed as dist
 
     from megatron_sp.layout.heads import HeadSplit
     from megatron_sp.parallel.ulysses import UlyssesExchange
-    from megatron_sp.transport.shared_memory import open_link
+    from megatron_sp.transport.channel import CollectiveChannel, SharedMemoryChannel
+    from megatron_sp.transport.connect import open_mailboxes
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
     assert dist.group.WORLD is not None
     split = HeadSplit.of(arguments.heads, arguments.kv_heads, ulysses=arguments.ranks)
-    exchange = UlyssesExchange(dist.group.WORLD, split)
+    exchange = UlyssesExchange(CollectiveChannel(dist.group.WORLD, torch.device("cpu")), split)
     tokens = arguments.seq_length // arguments.ranks
     q, k, v = (torch.randn(1, tokens, heads, arguments.head_dim, requires_grad=True)
                for heads in (arguments.heads, arguments.kv_heads, arguments.kv_heads))
-    link = open_link(dist.group.WORLD, timedelta(minutes=1))
-    through_memory = UlyssesExchange(dist.group.WORLD, split, link)
+    mailboxes = open_mailboxes(dist.group.WORLD, timedelta(minutes=1))
     ways = {"fused": (exchange, exchange.sequence_to_heads), "three": (exchange, separately(exchange))}
-    if link is not None:
+    if mailboxes is not None:
+        through_memory = UlyssesExchange(SharedMemoryChannel(mailboxes), split)
         ways["memory"] = (through_memory, through_memory.sequence_to_heads)
 
     # What attention would give: its output, and the gradients of its inputs, each contiguous.
@@ -87,13 +92,13 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[An
 
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     sent: dict[str, tuple[int, int]] = {}
-    for turn in range(-2, arguments.repeats):
+    for repeat in range(-2, arguments.repeats):  # the first two warm up
         for name, (back, way) in ways.items():
             back.sent.forward = back.sent.exchanges = 0
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
             there_and_back(back, way)
-            if turn >= 0:
+            if repeat >= 0:
                 times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
             sent[name] = back.sent.forward, back.sent.exchanges
     results.put((rank, times, sent))

@@ -43,3 +43,7 @@ class PeerLostError(TrainingError):
     """Another rank ended or does not answer; this one is not at fault."""
 
     exit_code = 1
+
+
+class InstallationError(UserError):
+    """A package that is missing or whose version does not fit."""

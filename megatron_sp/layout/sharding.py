@@ -1,11 +1,16 @@
-"""Which runs use FSDP2, and how large the buckets of summed gradients are without it."""
+"""How weights are sharded, which runs use FSDP2, and how large the buckets of summed gradients are without it."""
 
 from __future__ import annotations
 
-from megatron_sp.config.schema import Run
+from megatron_sp.config.schema import Parallel, Run
 
 #: Bytes of gradients that one all-reduce sums where FSDP2 is not used.
 GRADIENT_BUCKET = 32 << 20
+
+
+def num_weight_shards(parallel: Parallel) -> int:
+    """Into how many shards each weight is cut over the data- and sequence-parallel ranks."""
+    return 1 if parallel.zero_stage == 0 else parallel.fsdp_size or parallel.fsdp
 
 
 def uses_fsdp(run: Run) -> bool:

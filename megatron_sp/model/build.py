@@ -158,4 +158,4 @@ def tied_weights(stages: Stages, mesh: ParallelMesh) -> TiedWeights:
     last = [part.output.weight for part in parts if part.output is not None]
     both_here = bool(first and last)
     return TiedWeights(first[0] if first else None, last[0] if last else None,
-                       None if both_here else mesh.ends_group())
+                       None if both_here else mesh.ends_group(), mesh.device)

@@ -35,11 +35,12 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.region = region
         self.weight = region.parameter((length, width), Replicate(), dtype)
+        self.partial_over_tp = ("weight",) if region.megatron_sp else ()
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """[b, t] -> [b, t(/tp), h]"""
         first, count = self.region.outside_tokens(positions.shape[1])
-        weight = local_weight(self.weight, partial_grad=self.region.megatron_sp)
+        weight = local_weight(self.weight)
         return F.embedding(positions[:, first:first + count], weight)
 
 

@@ -71,19 +71,19 @@ class Norm(nn.Module):
         super().__init__()
         self.width, self.epsilon = width, model.norm_epsilon
         self.around_one = model.apply_layernorm_1p
-        self.partial_grad = partial_grad and region.size > 1
+        self.partial_over_tp = ("weight", "bias") if partial_grad and region.size > 1 else ()
         self.kernels = kernels
         self.weight = region.parameter((width,), Replicate(), dtype)
         self.bias = region.parameter((width,), Replicate(), dtype) if model.normalization == "LayerNorm" else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] -> [..., width]"""
-        weight = local_weight(self.weight, partial_grad=self.partial_grad)
+        weight = local_weight(self.weight)
         if self.around_one:
             weight = weight + 1
         if self.bias is None:
             return (self.kernels.rms_norm or rms_norm)(x, weight, self.epsilon)
-        bias = local_weight(self.bias, partial_grad=self.partial_grad)
+        bias = local_weight(self.bias)
         if self.kernels.layer_norm is not None:
             return self.kernels.layer_norm(x, weight, bias, self.epsilon)
         return F.layer_norm(x, (self.width,), weight, bias, self.epsilon)

@@ -1,11 +1,11 @@
 """Differentiable layout changes: each forward stands beside its backward.
 
-Named after what happens to the tensor. ``w`` is the number of ranks in the group. The
-Megatron pairs are from Shoeybi et al. (arXiv 1909.08053) section 3 and Korthikanti et al.
-(arXiv 2205.05198) section 4.2; the all-to-all is DeepSpeed-Ulysses (arXiv 2309.14509) section 3.1.
+Each is named after what happens to the tensor. ``w`` is the number of ranks in the group. The Megatron pairs are
+from Shoeybi et al. (arXiv 1909.08053) section 3 and Korthikanti et al. (arXiv 2205.05198) section 4.2; the
+all-to-all is DeepSpeed-Ulysses (arXiv 2309.14509) section 3.1.
 
-Functional collectives are used throughout: they return new tensors, are safe under
-recomputation and can be compiled.
+All collectives here are functional: they return new tensors. So recomputation may run them again, and
+``torch.compile`` can trace them.
 """
 
 from __future__ import annotations
@@ -15,35 +15,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
+
+from megatron_sp import torch_internals
+from megatron_sp.transport.channel import Channel
 
 Group = dist.ProcessGroup
-# torch 2.13 renamed these two.
-_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
 def all_reduce_sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over the group; not differentiable."""
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+    return torch_internals.all_reduce(x, "sum", group)
 
 
 def all_reduce_max(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Largest over the group; not differentiable."""
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "max", group))
+    return torch_internals.all_reduce(x, "max", group)
 
 
 def _gather_dim(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     world = dist.get_world_size(group)
-    stacked = functional.wait_tensor(_all_gather(x.contiguous().unsqueeze(0), 0, group))
+    stacked = torch_internals.all_gather(x.contiguous().unsqueeze(0), group)
     return stacked.movedim(0, dim).reshape(*x.shape[:dim], world * x.shape[dim], *x.shape[dim + 1:])
 
 
 def _reduce_scatter_dim(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     world = dist.get_world_size(group)
     pieces = x.unflatten(dim, (world, x.shape[dim] // world)).movedim(dim, 0)
-    # Not a view at the end: FSDP warns of views that leave a module.
-    return functional.wait_tensor(_reduce_scatter(pieces.flatten(0, 1).contiguous(), "sum", 0, group))
+    # The result must not be a view: FSDP warns of views that leave a module.
+    return torch_internals.reduce_scatter(pieces.flatten(0, 1), group)
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -91,85 +90,135 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: Group) -> torch.Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), receive, send, group))
+    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], channel: Channel) -> torch.Tensor:
+        ctx.send, ctx.receive, ctx.channel = send, receive, channel
+        return channel.finish_all_to_all(channel.start_all_to_all(x.contiguous(), send, receive))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        back = functional.all_to_all_single(grad.contiguous(), ctx.send, ctx.receive, ctx.group)
-        return functional.wait_tensor(back), None, None, None
+        channel: Channel = ctx.channel
+        back = channel.start_all_to_all(grad.contiguous(), ctx.receive, ctx.send)
+        return channel.finish_all_to_all(back), None, None, None
 
 
-class _Pending:
-    """An all-to-all under way: what it sends must live until it has arrived."""
+def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], channel: Channel) -> torch.Tensor:
+    """Send ``send[p]`` rows of x to rank p and receive ``receive[p]`` rows from it; backward sends gradients back.
 
-    def __init__(self, send: Sequence[int], receive: Sequence[int], group: Group):
-        self.send, self.receive, self.group = list(send), list(receive), group
-        self.under_way: tuple[torch.Tensor, torch.Tensor] | None = None
+    Args:
+        x: [sum(send), ...], ordered by destination
+    Returns:
+        [sum(receive), ...], ordered by source
+    """
+    return _AllToAll.apply(x, list(send), list(receive), channel)
+
+
+class _Transfer:
+    """One all-to-all from start to finish, and later the one of its gradients. Shared by the two functions below."""
+
+    def __init__(self, send: Sequence[int], receive: Sequence[int], channel: Channel):
+        self.send, self.receive, self.channel = list(send), list(receive), channel
+        self._sent_and_received: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def start(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """A buffer that is filled by the time ``wait`` returns."""
+        """Start and return the tensor that ``finish`` fills. What is sent is kept alive until then."""
         x = x.contiguous()
-        # the operator that selective recomputation knows; its Python form would wait on first use, too early
-        buffer = torch.ops._c10d_functional.all_to_all_single(x, receive, send, self.group.group_name)
-        self.under_way = x, buffer
-        return buffer
+        received = self.channel.start_all_to_all(x, send, receive)
+        self._sent_and_received = x, received
+        return received
 
-    def wait(self) -> torch.Tensor:
-        """The filled buffer. On a GPU the current stream waits, not the CPU."""
-        assert self.under_way is not None
-        buffer = functional.wait_tensor(self.under_way[1])
-        self.under_way = None
-        return buffer
+    def finish(self) -> torch.Tensor:
+        """Wait and return the filled tensor."""
+        assert self._sent_and_received is not None
+        received = self.channel.finish_all_to_all(self._sent_and_received[1])
+        self._sent_and_received = None
+        return received
 
 
 class _StartAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, pending: _Pending) -> torch.Tensor:
-        ctx.pending = pending
-        return pending.start(x, pending.send, pending.receive)
+    def forward(ctx: Any, x: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        return transfer.start(x, transfer.send, transfer.receive)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.pending.wait(), None  # started by _FinishAllToAll.backward
+        return ctx.transfer.finish(), None  # _FinishAllToAll.backward started it
 
 
 class _FinishAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, buffer: torch.Tensor, pending: _Pending) -> torch.Tensor:
-        ctx.pending = pending
-        return pending.wait().view_as(buffer)
+    def forward(ctx: Any, received: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        return transfer.finish().view_as(received)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        pending = ctx.pending
-        pending.start(grad, pending.receive, pending.send)
-        return grad, None  # only its shape counts; the next node has what arrives
+        transfer: _Transfer = ctx.transfer
+        transfer.start(grad, transfer.receive, transfer.send)
+        # Autograd needs a tensor of the input's shape here. Its values are never read: _StartAllToAll.backward
+        # returns the real gradient, which is still on its way.
+        return grad, None
 
 
 def start_all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int],
-                     group: Group) -> Callable[[], torch.Tensor]:
-    """``all_to_all`` in two parts, so that something else is computed while it is under way.
+                     channel: Channel) -> Callable[[], torch.Tensor]:
+    """Start an ``all_to_all`` and return the function that finishes it, so that work can be done in between.
 
-    Backward has the same two parts in the opposite order, and what was computed between them in forward
-    is between them in backward.
+    Backward runs the same two halves in the opposite order. So work that lies between them in forward has its
+    backward between them too, and hides both exchanges. Every rank of the group does the same::
+
+        forward    this rank  start with x   | other work               | finish, giving y
+                   network                   [======== x ========]
+        backward   this rank  start with dy  | backward of other work   | finish, giving dx
+                   network                   [======== dy =======]
 
     Returns:
-        a function that waits and returns the result, to be called once
+        a function that waits and returns the result; call it once
     """
-    pending = _Pending(send, receive, group)
-    buffer = _StartAllToAll.apply(x, pending)
-    return lambda: _FinishAllToAll.apply(buffer, pending)
+    transfer = _Transfer(send, receive, channel)
+    received = _StartAllToAll.apply(x, transfer)
+    return lambda: _FinishAllToAll.apply(received, transfer)
+
+
+class _CopyHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_heads = x.shape[2]
+        return x.index_select(2, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        index, = ctx.saved_tensors
+        return sum_copied_heads(grad, index, ctx.num_heads).to(grad.dtype), None
+
+
+def copy_heads(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Select heads, some of them more than once; backward sums the gradients of a head's copies in fp32.
+
+    Args:
+        x: [b, t, g, d]
+        index: int64 [n], for each result the head it copies
+    Returns:
+        [b, t, n, d]
+    """
+    return _CopyHeads.apply(x, index)
+
+
+def sum_copied_heads(grad: torch.Tensor, index: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Sum the gradients of copied heads: [b, t, n, d] -> [b, t, g, d], at least fp32."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    total = torch.zeros((*grad.shape[:2], num_heads, grad.shape[3]), dtype=wide, device=grad.device)
+    return total.index_add_(2, index, grad.to(wide))
 
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Enter a region where each rank computes a part from the same x; backward sums the gradients."""
+    """Return x unchanged where each rank goes on to compute a part from it; backward sums the ranks' gradients."""
     return _CopyToGroup.apply(x, group)
 
 
 def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum the ranks' partial results; backward hands every rank the same gradient."""
+    """Sum the ranks' partial results; backward passes the gradient on unchanged."""
     return _ReduceFromGroup.apply(x, group)
 
 
@@ -193,14 +242,3 @@ def reduce_scatter_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
         [b, t/w, ...]
     """
     return _ReduceScatterSequence.apply(x, group)
-
-
-def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> torch.Tensor:
-    """Send ``send[p]`` rows of x to rank p, receive ``receive[p]`` rows from it; backward reverses.
-
-    Args:
-        x: [sum(send), ...]
-    Returns:
-        [sum(receive), ...], ordered by source rank
-    """
-    return _AllToAll.apply(x, list(send), list(receive), group)

@@ -1,68 +1,57 @@
-"""Sum the gradients of a model of which every data- and sequence-parallel rank holds a whole copy.
+"""Sums of gradients that FSDP does not make, once a step after the last microbatch, in fp32.
 
-That is ZeRO stage 0 in fp32: nothing is sharded and nothing cast, so there is nothing for FSDP to do. The
-sum is taken once a step, after the last microbatch, through shared memory where the ranks have it and
-otherwise by all-reduces of bounded buffers.
+``sum_over_copies``: ZeRO stage 0 in fp32. Every data- and sequence-parallel rank holds a whole copy of the model.
+Nothing is sharded and nothing cast, so there is nothing for FSDP to do.
+
+``sum_over_tensor_ranks``: weights that every tensor-parallel rank holds whole while it sees only a part of the
+tokens or heads, such as norm weights under ``--sequence-parallel``. FSDP would sum these over ``tp`` as DTensors in
+the type of the computation, so in bf16, before it casts to fp32. Here they are summed afterwards: FSDP has cast and
+sharded the gradients, so the sum is in fp32 and sends only shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_sp.layout.sharding import GRADIENT_BUCKET
 from megatron_sp.parallel.mesh import ParallelMesh
 
 
-def local_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's gradients, contiguous, without those that are missing."""
-    found = []
-    for p in model.parameters():
-        if p.grad is None:
+def sum_over_copies(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Replace all gradients by their sums over the fsdp ranks."""
+    mesh.channel("fsdp").sum_in_place(list(_contiguous_gradients(model.parameters())))
+
+
+def sum_over_tensor_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Replace the gradients that are parts of a sum over ``tp`` by that sum."""
+    if mesh.size("tp") > 1:
+        mesh.channel("tp").sum_in_place(list(_contiguous_gradients(partial_parameters(model))))
+
+
+def partial_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters whose gradients on the ranks of ``tp`` are parts of a sum.
+
+    A module names its own in the attribute ``partial_over_tp``. (Parameters cannot carry a mark: FSDP replaces them.)
+    """
+    for module in model.modules():
+        for name in getattr(module, "partial_over_tp", ()):
+            parameter = getattr(module, name)
+            if parameter is not None:
+                yield parameter
+
+
+def _contiguous_gradients(parameters: Iterator[nn.Parameter]) -> Iterator[torch.Tensor]:
+    """This rank's part of each gradient that exists; one that is not contiguous is replaced by a copy that is."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
             continue
-        local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
         if not local.is_contiguous():
             local = local.contiguous()
-            p.grad = DTensor.from_local(local, p.grad.device_mesh, p.grad.placements, run_check=False) if isinstance(
-                p.grad, DTensor) else local
-        found.append(local)
-    return found
-
-
-def sum_gradients(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Add up the gradients of all fsdp ranks, in place; each rank then holds the sum."""
-    gradients = local_gradients(model)
-    link = mesh.link("fsdp")
-    if link is not None:
-        link.all_reduce(gradients)
-        return
-    for bucket in _buckets(gradients):
-        _all_reduce(bucket, mesh.group("fsdp"))
-
-
-def _all_reduce(bucket: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    if len(bucket) == 1:
-        dist.all_reduce(bucket[0], group=group)
-        return
-    flat = torch.cat([gradient.view(-1) for gradient in bucket])
-    dist.all_reduce(flat, group=group)
-    torch._foreach_copy_([gradient.view(-1) for gradient in bucket],
-                         list(flat.split([gradient.numel() for gradient in bucket])))
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of one type that fit a bucket; a larger tensor is one by itself."""
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and (size + tensor.nbytes > GRADIENT_BUCKET or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+            parameter.grad = DTensor.from_local(
+                local, grad.device_mesh, grad.placements, run_check=False) if isinstance(grad, DTensor) else local
+        yield local

@@ -22,11 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
 from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.torch_internals import computations, keep_forward
+from megatron_sp.transport.channel import CollectiveChannel
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-# torch's names of the actions that a forward pass needs.
-FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
 def schedule_class(schedule: str, num_microbatches: int, num_stages: int) -> Any:
@@ -48,13 +47,7 @@ def schedule_order(schedule: str, pp: int, stages_per_rank: int,
                              is_first=number == 0, is_last=number == num_stages - 1, submod=nn.Identity())
              for number in stages_of_rank(schedule, pp, stages_per_rank, 0)]
     made = kind(parts, num_microbatches)
-    orders = []
-    for rank in range(pp):
-        actions = [part for action in made.pipeline_order[rank] if action is not None
-                   for part in (action.sub_actions or (action,))]
-        orders.append([(action.computation_type.value, action.stage_index, action.microbatch_index)
-                       for action in actions if action.computation_type.value in "FBIW"])
-    return orders
+    return [computations(made, rank) for rank in range(pp)]
 
 
 def _one_stage_order(stage: int, warm_up: int, num_microbatches: int) -> list[tuple[str, int, int]]:
@@ -65,14 +58,6 @@ def _one_stage_order(stage: int, warm_up: int, num_microbatches: int) -> list[tu
         if warm_up + number < num_microbatches:
             order.append(("F", stage, warm_up + number))
     return order
-
-
-def keep_forward(schedule: Any) -> None:
-    """Drop all actions of backward, over which torch's own evaluation stumbles where neighbours share a rank."""
-    orders = getattr(schedule, "pipeline_order_with_comms", None) or {}
-    for rank, actions in orders.items():
-        flat = [part for action in actions for part in (action.sub_actions or (action,))]
-        orders[rank] = [action for action in flat if action.computation_type.value in FORWARD]
 
 
 class Stages(nn.ModuleList):
@@ -108,26 +93,17 @@ class TiedWeights:
     first: nn.Parameter | None
     last: nn.Parameter | None
     group: dist.ProcessGroup | None  # the two ends; None where both copies are on this rank or none is
+    device: torch.device = torch.device("cpu")  # what the group's collectives work on; gradients may be offloaded
 
     def sum_gradients(self) -> None:
-        """Give both copies the sum of both gradients."""
+        """Replace both copies' gradients by their sum."""
         grads = [_local(copy.grad) for copy in (self.first, self.last) if copy is not None and copy.grad is not None]
         if len(grads) == 2:
             grads[0].add_(grads[1])
             grads[1].copy_(grads[0])
         elif grads:
-            dist.all_reduce(grads[0], group=self.group)
-
-    def copy_to_last(self, of: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Overwrite the last end's value by the first's, for example after loading.
-
-        Args:
-            of: the tensor meant, for a copy: its weight or one of its optimizer moments.
-        """
-        if self.first is not None and self.last is not None:
-            _local(of(self.last).detach()).copy_(_local(of(self.first).detach()))
-        elif self.group is not None and (copy := self.first if self.first is not None else self.last) is not None:
-            dist.broadcast(_local(of(copy).detach()), group_src=0, group=self.group)
+            assert self.group is not None
+            CollectiveChannel(self.group, self.device).sum_in_place(grads)
 
 
 def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,10 +1,10 @@
 """Tensor parallelism: linear layers and embedding split by rows and columns over ``tp``.
 
-Parameters are *stored* as DTensors on the tp mesh (at tp = 1 as plain tensors) and *computed on* as
-local tensors. Communication happens only where
-a ``TensorRegion`` is entered and left (Shoeybi et al., arXiv 1909.08053, section 3); with
-``megatron_sp`` the activations outside the region are split over the tokens
-(Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+Parameters are *stored* as DTensors on the tp mesh (at tp = 1 as plain tensors) and *computed on* as local tensors.
+In forward and backward, ranks communicate only where a ``TensorRegion`` is entered and left (Shoeybi et al., arXiv
+1909.08053, section 3). With ``megatron_sp`` the activations outside the region are split over the tokens (Korthikanti
+et al., arXiv 2205.05198, section 4.2.2). Then, and where key/value heads are replicated, each rank's gradient of a
+replicated parameter is a part of a sum, which ``gradients.sum_over_tensor_ranks`` makes after backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_sp.parallel.collectives import copy_to_group, gather_sequence, reduce_from_group, reduce_scatter_sequence
 from megatron_sp.parallel.mesh import ParallelMesh
@@ -69,16 +69,14 @@ class TensorRegion:
         return nn.Parameter(DTensor.from_local(local, self.mesh, [placement], run_check=False))
 
 
-def local_weight(parameter: torch.Tensor, *, partial_grad: bool = False) -> torch.Tensor:
-    """The part of a parameter this rank computes with.
+def local_weight(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that this rank computes with.
 
-    Args:
-        partial_grad: the ranks' gradients of a replicated parameter are parts of a sum (each saw
-            other tokens or other heads) and must be added over tp.
+    The gradient that comes back is this rank's alone. Where a replicated parameter's ranks see different tokens or
+    heads, the module lists it in ``partial_over_tp``, and ``gradients.sum_over_tensor_ranks`` adds the ranks'
+    gradients up after backward.
     """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.to_local(grad_placements=[Partial()] if partial_grad else None)
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class ColumnParallelLinear(nn.Module):
@@ -100,11 +98,12 @@ class ColumnParallelLinear(nn.Module):
         placement: Placement = Replicate() if replicate_rows else Shard(0)
         self.weight = region.parameter((rows, in_features), placement, dtype)
         self.bias = region.parameter((rows,), placement, dtype) if bias else None
+        self.partial_over_tp = ("weight", "bias") if replicate_rows else ()
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weight [out/tp, in] and bias [out/tp] that this rank computes with."""
-        weight = local_weight(self.weight, partial_grad=self.rows is not None)
-        bias = None if self.bias is None else local_weight(self.bias, partial_grad=self.rows is not None)
+        weight = local_weight(self.weight)
+        bias = None if self.bias is None else local_weight(self.bias)
         if self.rows is None:
             return weight, bias
         rows = slice(*self.rows)
@@ -124,6 +123,7 @@ class RowParallelLinear(nn.Module):
         self.region = region
         self.weight = region.parameter((out_features, in_features // region.size), Shard(1), dtype)
         self.bias = region.parameter((out_features,), Replicate(), dtype) if bias else None
+        self.partial_over_tp = ("bias",) if region.megatron_sp else ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[b, t, in/tp] -> [b, t(/tp), out]"""
@@ -140,7 +140,7 @@ class RowParallelLinear(nn.Module):
             [b, t(/tp), out]
         """
         y = self.region.leave(partial)
-        return y if self.bias is None else y + local_weight(self.bias, partial_grad=self.region.megatron_sp)
+        return y if self.bias is None else y + local_weight(self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -1,9 +1,13 @@
-"""Ulysses whose exchanges run beside attention: by groups of heads.
+"""Ulysses whose exchanges run beside attention, by groups of heads.
 
-While one group of heads is attended with, the next one's queries, keys and values are on their way here and
-the one before's result is on its way back. So all but the first and the last exchange are hidden where
-attention takes longer than they do. Autograd runs the last-made node first, so backward has the same
-overlap in the opposite order.
+While a rank attends with one group of heads, the next group's queries, keys and values are on their way here and
+the previous group's output is on its way back. All ranks do the same at the same time::
+
+    this rank  start qkv0 |           | start qkv1 | attend 0 | start o0 | attend 1 | start o1 |        | concatenate
+    network               [== qkv0 ==]             [= qkv1 ==]           [=== o0 ==]           [== o1 ==]
+
+So all exchanges but the first and the last are hidden where attention takes longer than they do. Autograd runs the
+node that was made last first, so backward has the same overlap in the opposite order.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from megatron_sp.parallel.ulysses import Core, UlyssesExchange
 
 @dataclasses.dataclass(frozen=True)
 class HeadGroup:
-    """Some heads, the exchange that distributes them and a core that fits a rank's share.
+    """Some of the heads, the exchange that distributes them, and a core for the share of one rank.
 
     Args:
         first_head: global number of the first query head this rank attends with.
@@ -33,11 +37,11 @@ class HeadGroup:
 
 
 class OverlappedUlysses:
-    """An attention core behind exchanges of groups of heads; same signature as the core.
+    """An attention core between exchanges of groups of heads; it has the signature of a core.
 
     Args:
         heads: all heads of this tp rank.
-        groups: the same heads in runs.
+        groups: the same heads, cut into runs.
     """
 
     def __init__(self, heads: HeadSplit, groups: Sequence[HeadGroup]):

@@ -6,7 +6,6 @@ Only logs and checkpoints are left out.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
 from megatron_sp.proof.data import local_microbatches, read_from_memory
 from megatron_sp.proof.reference import Batch, Drop, Step, Weights, keep_all, reference_training
+from megatron_sp.torch_internals import silence_redistribution
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.signals import StopSignals
@@ -31,7 +31,7 @@ from megatron_sp.train.train_step import StepTotals, TrainStep
 from megatron_sp.train.trainer import Readers, Trainer
 
 # torch warns for every parameter that gathering whole tensors is slow. A proof gathers them on purpose.
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+silence_redistribution()
 
 #: Makes a model: ``build_model`` or, to prove that the proof works, something that goes wrong.
 Build = Callable[..., nn.Module]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
 from megatron_sp.layout.sharding import uses_fsdp
-from megatron_sp.parallel.gradients import sum_gradients
+from megatron_sp.parallel.gradients import sum_over_copies, sum_over_tensor_ranks
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import PipelineRunner, Stages
 from megatron_sp.parallel.zero import synchronize_gradients
@@ -60,9 +60,10 @@ class Engine:
                 loss.backward()
             self.microbatch_losses.append(loss.detach())
             total = total + loss.detach()
-        if self.sum_copies:
-            with self.timers("gradient-sum", level=2):
-                sum_gradients(self.model, self.mesh)
+        with self.timers("gradient-sum", level=2):
+            if self.sum_copies:
+                sum_over_copies(self.model, self.mesh)
+            sum_over_tensor_ranks(self.model, self.mesh)
         return total
 
     @torch.no_grad()
@@ -104,7 +105,8 @@ class PipelineEngine:
         self.denominator = denominator
         self.microbatch_losses = self.runner.train(*_joined(microbatches))
         if self.sum_copies:
-            sum_gradients(self.model, self.mesh)
+            sum_over_copies(self.model, self.mesh)
+        sum_over_tensor_ranks(self.model, self.mesh)
         if self.model.tied is not None:  # last, so that both copies get the same bits
             self.model.tied.sum_gradients()
         return self._total(self.microbatch_losses)

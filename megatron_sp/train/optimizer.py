@@ -43,9 +43,7 @@ def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def finalize_gradients(model: nn.Module) -> None:
-    """Check that every parameter has a gradient, and add up those left as parts of a sum over tp.
-
-    FSDP adds them itself; without FSDP (nothing to shard) they arrive here as partial DTensors.
+    """Check that every parameter has a gradient.
 
     Raises:
         TrainingError: a parameter took no part in the loss: the step would silently train half a model.
@@ -54,10 +52,6 @@ def finalize_gradients(model: nn.Module) -> None:
     if missing:
         raise TrainingError(f"{len(missing)} parameters got no gradient, first {missing[0]}: backward did not reach "
                             "them; this is a bug in the model or its parallel schedule")
-    for p in model.parameters():
-        grad = p.grad
-        if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
-            p.grad = grad.redistribute(p.device_mesh, p.placements)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

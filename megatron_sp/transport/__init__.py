@@ -1,1 +1,1 @@
-"""How bytes travel between the CPU ranks of one machine; the strategies in ``parallel/`` do not see it."""
+"""How bytes travel between ranks: torch's collectives, or memory that the CPU ranks of one machine share."""

@@ -55,7 +55,8 @@ def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int,
     Raises:
         TrainingError: naming the first weights that differ and the ranks that hold them.
     """
-    different = [(copies, names) for copies in _copies(model, mesh, optimizer) if (names := _different(copies))]
+    different = [(copies, names) for copies in _copies(model, mesh, optimizer)
+                 if (names := _different(copies, mesh.device))]
     unlike_here = _tied_copies_here_differ(model)
     if not float(mesh.sum_over(float(len(different) + unlike_here), "world")):
         return
@@ -122,9 +123,13 @@ def _tied_copies_here_differ(model: nn.Module) -> bool:
     return int(bit_hash(local_part(tied.first))) != int(bit_hash(local_part(tied.last)))
 
 
-def _different(copies: Copies) -> list[str]:
-    """Names of the copies that are not equal within the group."""
-    own = torch.stack(list(copies.hashes.values()))
+def _different(copies: Copies, device: torch.device) -> list[str]:
+    """Names of the copies that are not equal within the group.
+
+    Args:
+        device: what the group's collectives work on; offloaded tensors and their hashes are in host memory.
+    """
+    own = torch.stack([each.to(device) for each in copies.hashes.values()])
     extremes = torch.stack([own, ~own])  # the largest is the complement of the complements' smallest
     dist.all_reduce(extremes, dist.ReduceOp.MIN, group=copies.group)
     equal = extremes[0] == ~extremes[1]

@@ -12,10 +12,15 @@ from megatron_sp.layout.heads import HeadSplit
 from megatron_sp.model.attention.cores import SDPACore
 from megatron_sp.parallel.sequence import match_heads
 from megatron_sp.parallel.ulysses import UlyssesAttention, UlyssesExchange
+from megatron_sp.transport.channel import CollectiveChannel
 from tests.helpers.spawn import RunRanks
 
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 6), (6, 3), (6, 2), (7, 7), (5, 1)]
 TOKENS, WIDTH = 16, 4
+
+
+def world_channel() -> CollectiveChannel:
+    return CollectiveChannel(dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def numbered(batch: int, heads: int, name: int) -> torch.Tensor:
@@ -25,10 +30,10 @@ def numbered(batch: int, heads: int, name: int) -> torch.Tensor:
 
 
 def check_placement() -> None:
-    group, size, rank = dist.distributed_c10d._get_default_group(), dist.get_world_size(), dist.get_rank()
+    channel, size, rank = world_channel(), dist.get_world_size(), dist.get_rank()
     for (n, g), batch in itertools.product(HEADS, (1, 2, 3)):
         heads = HeadSplit.of(n, g, ulysses=size)
-        exchange = UlyssesExchange(group, heads)
+        exchange = UlyssesExchange(channel, heads)
         whole = [numbered(batch, count, name) for name, count in enumerate((n, g, g))]
         mine = [x.chunk(size, 1)[rank] for x in whole]
         q, k, v = exchange.sequence_to_heads(*mine)
@@ -39,9 +44,9 @@ def check_placement() -> None:
 
 
 def check_bytes() -> None:
-    group, size = dist.distributed_c10d._get_default_group(), dist.get_world_size()
+    channel, size = world_channel(), dist.get_world_size()
     for n, g in ((8, 8), (8, 4), (8, 2), (8, 1)):
-        exchange = UlyssesExchange(group, HeadSplit.of(n, g, ulysses=size))
+        exchange = UlyssesExchange(channel, HeadSplit.of(n, g, ulysses=size))
         q, k, v = (torch.zeros(2, TOKENS // size, count, WIDTH, dtype=torch.float32) for count in (n, g, g))
         exchange.heads_to_sequence(exchange.sequence_to_heads(q, k, v)[0])
         effective = max(g, size)  # each of fewer key/value heads goes to several ranks
@@ -51,7 +56,7 @@ def check_bytes() -> None:
 
 
 def check_attention() -> None:
-    group, size, rank = dist.distributed_c10d._get_default_group(), dist.get_world_size(), dist.get_rank()
+    channel, size, rank = world_channel(), dist.get_world_size(), dist.get_rank()
     for n, g in HEADS:
         generator = torch.Generator().manual_seed(0)
         whole = [torch.randn(2, TOKENS, count, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
@@ -60,7 +65,7 @@ def check_attention() -> None:
         expected = match_heads(SDPACore(), tuple(i * g // n for i in range(n)))(*whole)
         gradients = torch.autograd.grad((expected * weight).sum(), whole)
         heads = HeadSplit.of(n, g, ulysses=size)
-        core = UlyssesAttention(match_heads(SDPACore(), heads.groups(rank)), UlyssesExchange(group, heads))
+        core = UlyssesAttention(match_heads(SDPACore(), heads.groups(rank)), UlyssesExchange(channel, heads))
         mine = [x.detach().chunk(size, 1)[rank].clone().requires_grad_() for x in whole]
         actual = core(*mine)
         torch.testing.assert_close(actual, expected.chunk(size, 1)[rank])

@@ -24,8 +24,9 @@ from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import RunRanks
 
 
-def mesh_of(size: int) -> ParallelMesh:
-    return ParallelMesh.build(tiny_run([*STYLES["gpt2"].split(), "--ulysses-size", str(size)], size).parallel)
+def mesh_of(size: int, *flags: str) -> ParallelMesh:
+    return ParallelMesh.build(tiny_run([*STYLES["gpt2"].split(), "--ulysses-size", str(size), *flags],
+                                     size).parallel)
 
 
 def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
@@ -34,7 +35,7 @@ def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
         if n < size * count:
             continue
         core = SDPACore()
-        plain = UlyssesAttention(match_heads(core, split.groups(rank)), UlyssesExchange(mesh.group("ulysses"), split))
+        plain = UlyssesAttention(match_heads(core, split.groups(rank)), UlyssesExchange(mesh.channel("ulysses"), split))
         beside = overlapped_ulysses(core, split, mesh, count)
         found = []
         for attention in (plain, beside):
@@ -68,7 +69,7 @@ class Product(torch.autograd.Function):
 def check_order(mesh: ParallelMesh, size: int, rank: int) -> None:
     """Between start and wait of an exchange lies the attention of another group."""
     log: list[str] = []
-    start, wait = collectives._Pending.start, collectives._Pending.wait
+    start, finish = collectives._Transfer.start, collectives._Transfer.finish
 
     def logged(word: str, do: Any) -> Any:
         def both(*args: Any) -> Any:
@@ -76,8 +77,8 @@ def check_order(mesh: ParallelMesh, size: int, rank: int) -> None:
             return do(*args)
         return both
 
-    collectives._Pending.start = logged("start", start)  # type: ignore[method-assign]
-    collectives._Pending.wait = logged("wait", wait)  # type: ignore[method-assign]
+    collectives._Transfer.start = logged("start", start)  # type: ignore[method-assign]
+    collectives._Transfer.finish = logged("wait", finish)  # type: ignore[method-assign]
     try:
         split = HeadSplit.of(8, 8, ulysses=size)
         beside = overlapped_ulysses(lambda q, k, v, **_: Product.apply(q, k, v, log), split, mesh, 2)
@@ -89,12 +90,13 @@ def check_order(mesh: ParallelMesh, size: int, rank: int) -> None:
         assert log == ["start", "start", "wait", "attend back", "start", "wait", "attend back",
                        "wait", "start", "wait"]
     finally:
-        collectives._Pending.start, collectives._Pending.wait = start, wait  # type: ignore[method-assign]
+        collectives._Transfer.start, collectives._Transfer.finish = start, finish  # type: ignore[method-assign]
 
 
 def check_all() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = mesh_of(size)
+    check_numbers(mesh_of(size), size, rank)  # through shared memory
+    mesh = mesh_of(size, "--no-shared-memory")
     check_numbers(mesh, size, rank)
     check_order(mesh, size, rank)
 
