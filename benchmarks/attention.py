@@ -36,19 +36,17 @@ def exchange_bytes(tokens: int, heads: int, kv_heads: int, width: int, ranks: in
 
 
 def separately(exchange: Any) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that exchanges q, k and v one after another, each packed and unpacked by itself."""
+    """Return a function that exchanges q, k and v one after another."""
     import torch
 
     from megatron_sp.parallel.collectives import all_to_all
+    from megatron_sp.transport.channel import SplitChange
 
     def one(x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, heads, width = x.shape
-        share, size = heads // exchange.size, exchange.size
-        packed = x.unflatten(2, (size, share)).movedim(2, 0).reshape(heads, batch * tokens * width)
-        exchange.sent.add(packed, [share] * size, exchange.rank)
-        received = all_to_all(packed, [share] * size, [share] * size, exchange.channel)
-        received = received.view(size, batch, tokens, share, width).transpose(0, 1)
-        return received.reshape(batch, size * tokens, share, width)
+        _, tokens, heads, _ = x.shape
+        change = SplitChange(2, ((heads // exchange.size,) * exchange.size,), 1, ((tokens,) * exchange.size,))
+        exchange.sent.add(pieces[0] for rank, pieces in enumerate(change.pieces([x])) if rank != exchange.rank)
+        return all_to_all([x], change, exchange.channel)[0]
 
     return lambda q, k, v: (one(q), one(k), one(v))
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sp import torch_internals
-from megatron_sp.transport.channel import Channel
+from megatron_sp.transport.channel import Channel, Finish, SplitChange
 
 Group = dist.ProcessGroup
 
@@ -90,78 +90,68 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], channel: Channel) -> torch.Tensor:
-        ctx.send, ctx.receive, ctx.channel = send, receive, channel
-        return channel.finish_all_to_all(channel.start_all_to_all(x.contiguous(), send, receive))
+    def forward(ctx: Any, channel: Channel, change: SplitChange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.channel, ctx.change = channel, change
+        return tuple(channel.start_all_to_all(tensors, change)())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        channel: Channel = ctx.channel
-        back = channel.start_all_to_all(grad.contiguous(), ctx.receive, ctx.send)
-        return channel.finish_all_to_all(back), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.channel.start_all_to_all(grads, ctx.change.backwards())()
 
 
-def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], channel: Channel) -> torch.Tensor:
-    """Send ``send[p]`` rows of x to rank p and receive ``receive[p]`` rows from it; backward sends gradients back.
+def all_to_all(tensors: Sequence[torch.Tensor], change: SplitChange, channel: Channel) -> tuple[torch.Tensor, ...]:
+    """Change along which dimension tensors are split over the ranks; backward changes the gradients back.
 
     Args:
-        x: [sum(send), ...], ordered by destination
-    Returns:
-        [sum(receive), ...], ordered by source
+        tensors: [b, t, n, d] each
     """
-    return _AllToAll.apply(x, list(send), list(receive), channel)
+    return _AllToAll.apply(channel, change, *tensors)
 
 
 class _Transfer:
-    """One all-to-all from start to finish, and later the one of its gradients. Shared by the two functions below."""
+    """An all-to-all that was started and not finished; first of values, later of their gradients."""
 
-    def __init__(self, send: Sequence[int], receive: Sequence[int], channel: Channel):
-        self.send, self.receive, self.channel = list(send), list(receive), channel
-        self._sent_and_received: tuple[torch.Tensor, torch.Tensor] | None = None
+    def __init__(self, channel: Channel, change: SplitChange):
+        self.channel, self.change = channel, change
+        self.finish: Finish | None = None
 
-    def start(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """Start and return the tensor that ``finish`` fills. What is sent is kept alive until then."""
-        x = x.contiguous()
-        received = self.channel.start_all_to_all(x, send, receive)
-        self._sent_and_received = x, received
-        return received
-
-    def finish(self) -> torch.Tensor:
-        """Wait and return the filled tensor."""
-        assert self._sent_and_received is not None
-        received = self.channel.finish_all_to_all(self._sent_and_received[1])
-        self._sent_and_received = None
-        return received
+    def take_results(self) -> tuple[torch.Tensor, ...]:
+        """Wait and return what arrived."""
+        assert self.finish is not None
+        results = tuple(self.finish())
+        self.finish = None
+        return results
 
 
 class _StartAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
-        ctx.transfer = transfer
-        return transfer.start(x, transfer.send, transfer.receive)
+    """Returns an empty tensor. It only tells autograd that ``_FinishAllToAll`` follows from the inputs."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.transfer.finish(), None  # _FinishAllToAll.backward started it
+    def forward(ctx: Any, transfer: _Transfer, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.transfer = transfer
+        transfer.finish = transfer.channel.start_all_to_all(tensors, transfer.change)
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return None, *ctx.transfer.take_results()  # _FinishAllToAll.backward started it
 
 
 class _FinishAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, received: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
+    def forward(ctx: Any, transfer: _Transfer, link: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.transfer = transfer
-        return transfer.finish().view_as(received)
+        return transfer.take_results()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
         transfer: _Transfer = ctx.transfer
-        transfer.start(grad, transfer.receive, transfer.send)
-        # Autograd needs a tensor of the input's shape here. Its values are never read: _StartAllToAll.backward
-        # returns the real gradient, which is still on its way.
-        return grad, None
+        transfer.finish = transfer.channel.start_all_to_all(grads, transfer.change.backwards())
+        return None, grads[0].new_empty(0)  # the real gradients are on their way; _StartAllToAll.backward returns them
 
 
-def start_all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int],
-                     channel: Channel) -> Callable[[], torch.Tensor]:
+def start_all_to_all(tensors: Sequence[torch.Tensor], change: SplitChange,
+                     channel: Channel) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Start an ``all_to_all`` and return the function that finishes it, so that work can be done in between.
 
     Backward runs the same two halves in the opposite order. So work that lies between them in forward has its
@@ -173,11 +163,11 @@ def start_all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int
                    network                   [======== dy =======]
 
     Returns:
-        a function that waits and returns the result; call it once
+        a function that waits and returns the results; call it once
     """
-    transfer = _Transfer(send, receive, channel)
-    received = _StartAllToAll.apply(x, transfer)
-    return lambda: _FinishAllToAll.apply(received, transfer)
+    transfer = _Transfer(channel, change)
+    link = _StartAllToAll.apply(transfer, *tensors)
+    return lambda: _FinishAllToAll.apply(transfer, link)
 
 
 class _CopyHeads(torch.autograd.Function):

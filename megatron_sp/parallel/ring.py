@@ -101,7 +101,7 @@ class _RingAttention(torch.autograd.Function):
             is_last = step == ring.size - 1
             arriving, pending = (visiting, []) if is_last else ring.pass_on(visiting)
             if not is_last:
-                ring.sent.add_tensors([visiting])
+                ring.sent.add([visiting])
             found = ring.overlap((ring.rank - step) % ring.size, q.shape[1], causal)
             if found is not None:
                 queries, keys, masked = found

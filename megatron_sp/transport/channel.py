@@ -7,7 +7,8 @@ The methods of this file work on values; ``parallel.collectives`` makes them dif
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,42 @@ import torch.distributed as dist
 
 from megatron_sp import torch_internals
 from megatron_sp.transport.mailboxes import Mailboxes
+
+#: Dimension of the heads in [b, t, n, d]; pieces of several tensors for one rank lie side by side along it.
+HEADS = 2
+
+Tensors = Sequence[torch.Tensor]
+#: Waits for an all-to-all that was started and returns its results; to be called once.
+Finish = Callable[[], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class SplitChange:
+    """An all-to-all that changes along which dimension tensors [b, t, n, d] are split over the ranks.
+
+    Each rank cuts tensor i along ``cut_dim`` into pieces of ``cut_sizes[i]`` and sends piece p to rank p. It joins
+    what arrives along ``join_dim``, where the piece from rank p has the size ``join_sizes[i][p]``.
+    """
+
+    cut_dim: int
+    cut_sizes: tuple[tuple[int, ...], ...]
+    join_dim: int
+    join_sizes: tuple[tuple[int, ...], ...]
+
+    def backwards(self) -> SplitChange:
+        """The change that undoes this one."""
+        return SplitChange(self.join_dim, self.join_sizes, self.cut_dim, self.cut_sizes)
+
+    def pieces(self, tensors: Tensors) -> list[list[torch.Tensor]]:
+        """For each rank the pieces that go there, views of the tensors."""
+        cut = [x.split(sizes, self.cut_dim) for x, sizes in zip(tensors, self.cut_sizes)]
+        return [list(pieces) for pieces in zip(*cut)]
+
+    def check(self, tensors: Tensors, rank: int) -> None:
+        """Assert that the tensors of this rank have the sizes that all ranks were told."""
+        for x, cut, join in zip(tensors, self.cut_sizes, self.join_sizes):
+            found = x.shape[self.cut_dim], x.shape[self.join_dim]
+            assert found == (sum(cut), join[rank]), f"sizes {found} where {sum(cut)} and {join[rank]} are due"
 
 
 class Channel(Protocol):
@@ -24,20 +61,10 @@ class Channel(Protocol):
     rank: int
     device: torch.device
 
-    def start_all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """Start to send ``send[p]`` rows of x to each rank p.
+    def start_all_to_all(self, tensors: Tensors, change: SplitChange) -> Finish:
+        """Start to exchange pieces of tensors and return the function that waits and gives the results."""
 
-        Args:
-            x: [sum(send), ...], contiguous, ordered by destination; it must live until ``finish_all_to_all``.
-            receive: rows that come from each rank.
-        Returns:
-            [sum(receive), ...], ordered by source; its values are there after ``finish_all_to_all``
-        """
-
-    def finish_all_to_all(self, received: torch.Tensor) -> torch.Tensor:
-        """Wait for an all-to-all that was started. Returns the filled tensor."""
-
-    def sum_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
+    def sum_in_place(self, tensors: Tensors) -> None:
         """Replace contiguous tensors by their sums over the ranks, which get the same bits everywhere."""
 
 
@@ -53,13 +80,29 @@ class CollectiveChannel:
         self.group, self.device, self.sum_bucket = group, device, sum_bucket
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
-    def start_all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """See ``Channel``. This is the operator whose result selective recomputation keeps."""
-        return torch_internals.start_all_to_all(x, send, receive, self.group)
+    def start_all_to_all(self, tensors: Tensors, change: SplitChange) -> Finish:
+        """See ``Channel``. Its operator is the one whose result selective recomputation keeps.
 
-    def finish_all_to_all(self, received: torch.Tensor) -> torch.Tensor:
-        """See ``Channel``. On a GPU the current stream waits, not the CPU."""
-        return torch_internals.wait(received)
+        A rank sends one block to each other rank: the pieces of all tensors side by side along the heads. Blocks
+        travel as rows of one matrix.
+        """
+        change.check(tensors, self.rank)
+        batch, _, _, width = tensors[0].shape
+        sent = [_tokens_and_heads(change.cut_dim, cut, join) for cut, join in zip(
+            zip(*change.cut_sizes), [[sizes[self.rank] for sizes in change.join_sizes]] * self.size)]
+        received = [_tokens_and_heads(change.cut_dim, cut, join) for join, cut in zip(
+            zip(*change.join_sizes), [[sizes[self.rank] for sizes in change.cut_sizes]] * self.size)]
+        packed = _pack(tensors, change, self.size)
+        send, receive = ([tokens * sum(heads) for tokens, heads in blocks] for blocks in (sent, received))
+        buffer = torch_internals.start_all_to_all(packed.view(-1, batch * width), send, receive, self.group)
+
+        def finish(being_sent: torch.Tensor = packed) -> list[torch.Tensor]:  # it must live until the end
+            filled = torch_internals.wait(buffer)
+            blocks = [rows.view(batch, tokens, sum(heads), width) for rows, (tokens, heads) in zip(
+                filled.split(receive), received)]
+            return _unpack(filled, blocks, [heads for _, heads in received], change)
+
+        return finish
 
     @torch.no_grad()
     def sum_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -75,35 +118,64 @@ class CollectiveChannel:
 
 
 class SharedMemoryChannel:
-    """Memory that CPU ranks of one machine share; an all-to-all is complete when ``start_all_to_all`` returns.
+    """Memory that CPU ranks of one machine share; pieces are copied straight from place to place.
 
-    A CPU that attends has no second engine that could copy meanwhile, so nothing is gained by returning earlier.
+    An all-to-all is complete when ``start_all_to_all`` returns: a CPU that attends has no second engine that could
+    copy meanwhile.
     """
 
     def __init__(self, mailboxes: Mailboxes):
         self.mailboxes, self.device = mailboxes, torch.device("cpu")
         self.size, self.rank = mailboxes.size, mailboxes.rank
 
-    def start_all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+    def start_all_to_all(self, tensors: Tensors, change: SplitChange) -> Finish:
         """See ``Channel``."""
-        result = x.new_empty((sum(receive), *x.shape[1:]))
+        change.check(tensors, self.rank)
+        results = []
+        for x, cut, join in zip(tensors, change.cut_sizes, change.join_sizes):
+            shape = list(x.shape)
+            shape[change.cut_dim], shape[change.join_dim] = cut[self.rank], sum(join)
+            results.append(x.new_empty(shape))
+        # one tensor for each sequence, [t, n, d]: its rows, which a message holds whole, are short
+        send = [[sequence for piece in pieces for sequence in piece] for pieces in change.pieces(tensors)]
+        receive = [[sequence for place in places for sequence in place]
+                   for places in change.backwards().pieces(results)]
         with torch.no_grad():
-            self.mailboxes.exchange(_elements(x, send), _elements(result, receive))
-        return result
-
-    def finish_all_to_all(self, received: torch.Tensor) -> torch.Tensor:
-        """See ``Channel``."""
-        return received
+            self.mailboxes.exchange(send, receive)
+        return lambda: results
 
     def sum_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
         """See ``Channel``."""
         self.mailboxes.sum_in_place(tensors)
 
 
-def _elements(x: torch.Tensor, rows: list[int]) -> list[list[torch.Tensor]]:
-    """For each rank its rows as one flat tensor, which mailboxes may cut anywhere."""
-    row = x[0].numel() if len(x) else 0
-    return [[part] for part in x.view(-1).split([count * row for count in rows])]
+def _tokens_and_heads(cut_dim: int, cut: Sequence[int], join: Sequence[int]) -> tuple[int, list[int]]:
+    """Tokens of a block and its heads of each tensor, from each tensor's sizes along the two dimensions."""
+    heads, tokens = (cut, join) if cut_dim == HEADS else (join, cut)
+    return tokens[0], list(heads)
+
+
+def _pack(tensors: Tensors, change: SplitChange, num_ranks: int) -> torch.Tensor:
+    """Lay out the blocks for all ranks one after another, contiguous."""
+    if all(len(set(sizes)) == 1 for sizes in change.cut_sizes):  # equal blocks: one copy, or none
+        stacked = [x.unflatten(change.cut_dim, (num_ranks, -1)).movedim(change.cut_dim, 0) for x in tensors]
+        return (torch.cat(stacked, dim=1 + HEADS) if len(stacked) > 1 else stacked[0]).contiguous()  # [P, b, t, n, d]
+    return torch.cat([torch.cat(pieces, dim=HEADS).flatten() for pieces in change.pieces(tensors)])
+
+
+def _unpack(filled: torch.Tensor, blocks: Tensors, heads: list[list[int]], change: SplitChange) -> list[torch.Tensor]:
+    """Join the blocks that arrived.
+
+    Args:
+        filled: all blocks as they lie in memory.
+        blocks: the block from each rank, [b, t, n, d].
+        heads: for each block its heads of each tensor.
+    """
+    if change.join_dim != HEADS:  # whole blocks follow each other: a view where b is 1
+        whole = filled.view(len(blocks), *blocks[0].shape).transpose(0, 1).flatten(1, 2)
+        return list(whole.split(heads[0], HEADS))
+    by_tensor = zip(*(block.split(sizes, HEADS) for block, sizes in zip(blocks, heads)))
+    return [torch.cat(parts, dim=HEADS) for parts in by_tensor]
 
 
 def buckets(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:

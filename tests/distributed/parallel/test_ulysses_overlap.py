@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_sp.layout.heads import HeadSplit
 from megatron_sp.model.attention.cores import SDPACore
-from megatron_sp.parallel import collectives
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.sequence import match_heads, overlapped_ulysses
 from megatron_sp.parallel.ulysses import UlyssesAttention, UlyssesExchange
@@ -19,6 +18,7 @@ from megatron_sp.parallel.ulysses_overlap import OverlappedUlysses
 from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import random_weights
 from megatron_sp.proof.steps import step_in_layout
+from megatron_sp.transport.channel import CollectiveChannel, Finish, SplitChange, Tensors
 from tests.distributed.parallel.test_ulysses import TOKENS, WIDTH
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import RunRanks
@@ -66,31 +66,37 @@ class Product(torch.autograd.Function):
         return grad, grad, grad, None
 
 
+class LoggedChannel(CollectiveChannel):
+    """Says when exchanges start and when they are waited for."""
+
+    log: list[str]
+
+    def start_all_to_all(self, tensors: Tensors, change: SplitChange) -> Finish:
+        self.log.append("start")
+        finish = super().start_all_to_all(tensors, change)
+
+        def logged() -> list[torch.Tensor]:
+            self.log.append("wait")
+            return finish()
+
+        return logged
+
+
 def check_order(mesh: ParallelMesh, size: int, rank: int) -> None:
     """Between start and wait of an exchange lies the attention of another group."""
+    channel = LoggedChannel(mesh.group("ulysses"), mesh.device)
     log: list[str] = []
-    start, finish = collectives._Transfer.start, collectives._Transfer.finish
-
-    def logged(word: str, do: Any) -> Any:
-        def both(*args: Any) -> Any:
-            log.append(word)
-            return do(*args)
-        return both
-
-    collectives._Transfer.start = logged("start", start)  # type: ignore[method-assign]
-    collectives._Transfer.finish = logged("wait", finish)  # type: ignore[method-assign]
-    try:
-        split = HeadSplit.of(8, 8, ulysses=size)
-        beside = overlapped_ulysses(lambda q, k, v, **_: Product.apply(q, k, v, log), split, mesh, 2)
-        q, k, v = (torch.ones(1, TOKENS // size, 8, WIDTH, requires_grad=True) for _ in range(3))
-        out = beside(q, k, v)
-        assert log == ["start", "wait", "start", "attend", "start", "wait", "attend", "start", "wait", "wait"]
-        log.clear()
-        out.sum().backward()
-        assert log == ["start", "start", "wait", "attend back", "start", "wait", "attend back",
-                       "wait", "start", "wait"]
-    finally:
-        collectives._Transfer.start, collectives._Transfer.finish = start, finish  # type: ignore[method-assign]
+    channel.log = log
+    split = HeadSplit.of(8, 8, ulysses=size)
+    beside = overlapped_ulysses(lambda q, k, v, **_: Product.apply(q, k, v, log), split, mesh, 2)
+    for group in beside.groups:
+        group.exchange.channel = channel
+    q, k, v = (torch.ones(1, TOKENS // size, 8, WIDTH, requires_grad=True) for _ in range(3))
+    out = beside(q, k, v)
+    assert log == ["start", "wait", "start", "attend", "start", "wait", "attend", "start", "wait", "wait"]
+    log.clear()
+    out.sum().backward()
+    assert log == ["start", "start", "wait", "attend back", "start", "wait", "attend back", "wait", "start", "wait"]
 
 
 def check_all() -> None:
