@@ -22,9 +22,12 @@ AXES: dict[str, tuple[object, ...]] = {
     "schedule": ("none", "1f1b", "interleaved", "zero-bubble", "zero-bubble, 2 stages", "zbv", "dualpipev"),
     "megatron_sp": (False, True), "micro_batch": (1, 2, 4), "recompute": (False, True), "tied": (False, True),
     "kv_heads": (8, 2, 1), "style": ("llama", "gpt"), "extra_layers": (0, 1),
-    "masked": ("nothing", "eod", "late half", "ragged"), "exchange": ("memory", "sockets", "overlapped"),
+    "masked": ("nothing", "eod", "late half", "ragged"), "exchange": ("collectives", "memory", "overlapped"),
 }
-EXCHANGE = {"memory": "", "sockets": " --no-shared-memory", "overlapped": " --ulysses-overlap-groups 2"}
+#: How tensors are exchanged: as on GPUs, by collectives, in most layouts; through memory that CPU ranks share in the
+#: others. An overlapped exchange goes through collectives too.
+EXCHANGE = {"collectives": " --no-shared-memory", "memory": "", "overlapped":
+            " --no-shared-memory --ulysses-overlap-groups 2"}
 #: The flag of each axis that ``of_size`` takes; data parallelism is what is left.
 SIZED_AXES = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "ulysses": "--ulysses-size",
               "ring": "--ring-size", "dp": ""}
@@ -62,7 +65,7 @@ def allowed(layout: Layout) -> bool:
     if at["megatron_sp"] and at["tp"] == 1 or at["extra_layers"] and pp == 1:
         return False
     tp, ulysses, ring, dp = (int(str(at[axis])) for axis in ("tp", "ulysses", "ring", "dp"))
-    if at["exchange"] == "sockets" and ulysses * ring * dp == 1 or at["exchange"] == "overlapped" and (
+    if at["exchange"] == "memory" and ulysses * ring * dp == 1 or at["exchange"] == "overlapped" and (
             ulysses == 1 or ring > 1 or 8 // tp < 2 * ulysses):
         return False
     split_backward = schedule not in ("none", "1f1b", "interleaved")
@@ -164,7 +167,7 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
             words.append(f"--fsdp-size {generator.choice(shards)}")
     if axis in ("ulysses", "ring", "dp"):  # elsewhere there is nothing to exchange and nothing to shard
         overlaps = axis == "ulysses" and heads >= 2 * size
-        words.append(EXCHANGE["sockets" if at["exchange"] == "overlapped" and not overlaps else str(at["exchange"])])
+        words.append(EXCHANGE["collectives" if at["exchange"] == "overlapped" and not overlaps else str(at["exchange"])])
         words.append(f"--zero-stage {at['zero']}")
     style = STYLE[str(at["style"])].replace("48", str(12 * size)).replace("64", str(12 * size))
     model = (f"{style} --hidden-size 32 --kv-channels 8 --num-attention-heads {heads} --num-key-value-heads {kv} "

@@ -10,8 +10,9 @@ from megatron_sp.model.build import build_model
 from megatron_sp.parallel import gradients
 from megatron_sp.parallel.collectives import copy_heads
 from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.proof.data import batch, local_microbatches
 from megatron_sp.proof.reference import random_weights
-from megatron_sp.proof.steps import batch, load_full, local_microbatches
+from megatron_sp.proof.steps import load_full
 from megatron_sp.train.forward_backward import build_engine
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import RunRanks
