@@ -1,7 +1,7 @@
-"""Recomputation: keep a function's inputs instead of its activations, run it again in backward.
+"""Recomputation: keep a function's inputs instead of its activations, and run it again in backward.
 
-Chen et al. (arXiv 1604.06174); keeping what attention and its exchange gave is the selective form
-(Korthikanti et al., arXiv 2205.05198, section 5) for fused attention.
+Chen et al. (arXiv 1604.06174). The selective form keeps the results of attention and of its exchange as well, which
+cost most to compute again (Korthikanti et al., arXiv 2205.05198, section 5, here for fused attention).
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-# Outputs of these operators are kept by selective recomputation. Only functional collectives: the
-# in-place ones would be replayed into their kept output.
-KEPT_OPERATORS = ("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
-                  "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention",
-                  "_c10d_functional.all_to_all_single")
+from megatron_sp.torch_internals import ALL_TO_ALL_OPERATOR
+
+#: Selective recomputation keeps the results of these operators. The all-to-all must be the functional one: an
+#: in-place one would run again and overwrite the result that was kept.
+KEPT_OPERATORS = (
+    "aten._scaled_dot_product_flash_attention",  # also flash attention 3 and 4 where torch's registry put them here
+    "aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "flash_attn._flash_attn_forward", "flash_attn_3._flash_attn_forward",  # of the packages of these names
+    ALL_TO_ALL_OPERATOR)
 
 
 class Replay:
-    """Whether a layer is being run again in backward, where values that only flow on are not needed."""
+    """Whether a layer is being run again in backward. Then values that no gradient depends on need not be computed."""
 
     def __init__(self) -> None:
         self.is_active = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """For the time of one replay."""
+        """Mark the time of one second run."""
         self.is_active = True
         try:
             yield
@@ -50,21 +55,22 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 def recompute(function: Callable[..., torch.Tensor], *args: Any, replay: Replay | None = None,
               keep_attention: bool = False) -> torch.Tensor:
-    """``function(*args)``, keeping only the arguments for backward.
+    """Compute ``function(*args)`` and keep only the arguments for backward, which runs the function again.
 
-    Dropout masks are keyed and stateless (random.py), so no random state is kept or restored.
+    No random state is kept or restored: dropout masks are drawn from keyed generators (``parallel/random.py``), which
+    give the same masks again.
 
     Args:
-        replay: told while the function runs again.
-        keep_attention: keep what fused attention and the all-to-all returned as well; the second run must
-            then do what the first did, therefore without ``replay``.
+        replay: is active while the function runs again.
+        keep_attention: also keep the results of fused attention and of the all-to-all. The second run must then call
+            the same operators as the first, so ``replay``, which lets it leave some out, is not allowed.
     """
     assert replay is None or not keep_attention
     if replay is None and not keep_attention:  # without contexts, which Dynamo cannot trace in a compiled layer
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For the first run and for the second."""
+        """Return the contexts of the first and of the second run."""
         first: AbstractContextManager[Any] = contextlib.nullcontext()
         second: AbstractContextManager[Any] = contextlib.nullcontext()
         if keep_attention:

@@ -167,7 +167,8 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
             words.append(f"--fsdp-size {generator.choice(shards)}")
     if axis in ("ulysses", "ring", "dp"):  # elsewhere there is nothing to exchange and nothing to shard
         overlaps = axis == "ulysses" and heads >= 2 * size
-        words.append(EXCHANGE["collectives" if at["exchange"] == "overlapped" and not overlaps else str(at["exchange"])])
+        exchange = "collectives" if at["exchange"] == "overlapped" and not overlaps else str(at["exchange"])
+        words.append(EXCHANGE[exchange])
         words.append(f"--zero-stage {at['zero']}")
     style = STYLE[str(at["style"])].replace("48", str(12 * size)).replace("64", str(12 * size))
     model = (f"{style} --hidden-size 32 --kv-channels 8 --num-attention-heads {heads} --num-key-value-heads {kv} "
