@@ -37,13 +37,13 @@ class ParallelMesh:
         self.grid = Grid(parallel)
         self.global_rank = dist.get_rank()
         self.device = device
-        self._timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        self.timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         num_shards = num_weight_shards(parallel)
         # rank numbers as [pp, replicate, shard, tp]; replicate and shard together are the fsdp view
         ranks = torch.arange(parallel.world_size).view(parallel.pp, -1, num_shards, parallel.tp)
         copies = {tuple(group) for group in ranks.movedim(1, 3).flatten(0, 2).tolist()}
         shards = {tuple(group) for group in ranks.movedim(2, 3).flatten(0, 2).tolist()}
-        self._groups = self._create_groups(copies | shards, self._timeout)
+        self._groups = self._create_groups(copies | shards, self.timeout)
         self.weights = DeviceMesh.from_group(
             [self.group("pp"), self._group_among(copies), self._group_among(shards), self.group("tp")], device.type,
             ranks, mesh_dim_names=("pp", "replicate", "shard", "tp"))
@@ -107,7 +107,7 @@ class ParallelMesh:
         if self._may_share_memory and not compiled:
             ranks = tuple(self.grid.ranks(name, self.global_rank))
             if ranks not in self._mailboxes:
-                self._mailboxes[ranks] = open_mailboxes(self._groups[ranks], self._timeout, name)
+                self._mailboxes[ranks] = open_mailboxes(self._groups[ranks], self.timeout, name)
             mailboxes = self._mailboxes[ranks]
             if mailboxes is not None:
                 return SharedMemoryChannel(mailboxes)

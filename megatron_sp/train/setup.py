@@ -42,6 +42,7 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
     device = start(run.parallel, environment, signals)
 
     from megatron_sp.checkpoint.save_directory import reserve_save_directory, store_configuration
+    from megatron_sp.parallel.lost_peers import naming_lost_peers
 
     with reserve_save_directory(run) as lock_notes:
         trainer = build_trainer(run, tokenizer, device, signals, started=started)
@@ -49,7 +50,8 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
             store_configuration(run)      # not earlier: a run that is refused must leave the file as it is
             for note in lock_notes:
                 trainer.recorder.say(note)
-            trainer.fit()
+            with naming_lost_peers(trainer.mesh):
+                trainer.fit()
         except BaseException:
             trainer.abandon()
             raise

@@ -1,0 +1,45 @@
+"""A rank that does not answer is named with its axis, when a collective really runs out of time."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_sp.errors import PeerLostError
+from megatron_sp.parallel import lost_peers
+from megatron_sp.parallel.mesh import ParallelMesh
+from tests.helpers.configs import STYLES, tiny_run
+from tests.helpers.spawn import RunRanks
+
+
+def message() -> str:
+    """Rank 3 is late for a sum over tp; rank 2 waits for it, ranks 0 and 1 for rank 2 and 3 over dp."""
+    lost_peers.GRACE = 1.5
+    run = tiny_run([*STYLES["gpt2"].split(), "--tensor-model-parallel-size", "2"], 4)
+    mesh = ParallelMesh.build(run.parallel)
+    groups = {ranks: dist.new_group(ranks, timedelta(seconds=2)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    if mesh.global_rank == 3:
+        time.sleep(8)
+        return ""
+    with pytest.raises(PeerLostError) as error, lost_peers.naming_lost_peers(mesh):
+        if mesh.global_rank != 2:
+            dist.all_reduce(torch.ones(3), group=groups[0, 1])
+            dist.all_reduce(torch.ones(3), group=groups[mesh.global_rank, mesh.global_rank + 2])
+        dist.all_reduce(torch.ones(3), group=groups[2, 3])
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_answer_is_named_with_its_axis(ranks: RunRanks) -> None:
+    found = ranks(message, 4)
+    assert "rank 3 (tensor parallel), which has reported nothing" in found[2], found
+    assert "rank 3 (data parallel), which has reported nothing" in found[1], found
+    assert found[0].startswith("rank 0 waited") and "--distributed-timeout-minutes" in found[0]
+
+
+def test_other_errors_stay_as_they_are(ranks: RunRanks) -> None:
+    with pytest.raises(RuntimeError, match="another"), lost_peers.naming_lost_peers(None):  # type: ignore[arg-type]
+        raise RuntimeError("another mistake")
