@@ -66,8 +66,7 @@ MUTANTS = {
     "gradients not unscaled": Mutant(
         "train/train_step.py", "self.clip_grad) / totals.loss_scale", "self.clip_grad)", 1, "--fp16", "changes"),
     "decay of norm weights": Mutant(
-        "train/optimizer.py", "decayed = [p for p in model.parameters() if p.ndim >= 2]",
-        "decayed = [p for p in model.parameters() if p.ndim >= 1]", 1, "", "norm.weight"),
+        "train/schedule.py", "weight_decay if group[\"decay\"] else 0.0", "weight_decay", 1, "", "norm.weight"),
     "schedule one step ahead": Mutant(
         "train/trainer.py", "totals, state.scheduler_samples", "totals, state.scheduler_samples + samples", 1, "",
         "learning rate"),
