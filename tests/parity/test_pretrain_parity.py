@@ -30,7 +30,7 @@ BASE = (
     "--make-vocab-size-divisible-by 48 --tokenizer-type NullTokenizer --vocab-size 128 --seq-length 64 "
     "--global-batch-size 8 --micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0 --lr 2e-3 --min-lr 1e-4 "
     f"--lr-decay-style cosine --lr-warmup-iters 2 --train-iters {ITERATIONS} --split 1,0,0 --eval-iters 0 "
-    "--log-interval 1 --num-workers 0 --seed 42"
+    "--log-interval 1 --num-workers 0 --seed 42 --save run --save-interval 100"
 ).split()
 SIX_HEADS = "--hidden-size 48 --num-attention-heads 6 --num-key-value-heads 6"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -128,6 +128,8 @@ def _main(argv: list[str], directory: str) -> None:
     import pretrain_gpt
 
     os.chdir(directory)
+    # The program asks for a place to meet and then finds that the ranks have met; it opens no port.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     with open(f"output_{os.environ['RANK']}.txt", "w") as file, contextlib.redirect_stdout(file):
         code = pretrain_gpt.main(argv)
     assert not code, code
@@ -143,7 +145,7 @@ def launch(command: Sequence[str | Path], flags: Sequence[str], directory: Path)
 
 def metrics(directory: Path) -> list[dict[str, float]]:
     """The rows of all steps."""
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "lm_loss" in row]
     assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
     return rows
