@@ -1,0 +1,129 @@
+"""How long a training step takes, from arithmetic: a model with its assumptions written down.
+
+::
+
+    step = (compute + exposed communication + transfers to the host) / (1 - pipeline bubble)
+
+Assumptions, all of them in ``Assumptions``: matrix products and attention run at a fixed share of the device's peak;
+links reach a fixed share of their data-sheet bandwidth; a group whose ranks lie in one node uses the links of the node,
+any other the network; communication that normally runs beside computation (ZeRO, ring, pipeline) costs only what is
+longer than the computation it runs beside; Ulysses and tensor parallelism wait for theirs. Elementwise operators,
+launch overhead, stragglers and data reading are not counted. The figures compare layouts; they promise no speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_sp.config.schema import Run
+from megatron_sp.layout.grid import AXES, VIEWS
+from megatron_sp.layout.schedules import SCHEDULES
+from megatron_sp.plan.communication import Traffic, step_traffic
+from megatron_sp.plan.devices import Device
+from megatron_sp.plan.flops import repeats_of, sequence_flops
+from megatron_sp.plan.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Shares of the data-sheet figures that a real run reaches.
+
+    Attributes:
+        compute: of the device's peak FLOP/s, in matrix products and attention together.
+        link: of a link's bandwidth.
+        overlap: of the computation that communication can run beside.
+    """
+
+    compute: float = 0.5
+    link: float = 0.7
+    overlap: float = 0.8
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one training step and its parts.
+
+    Attributes:
+        compute: matrix products and attention of one device, recomputation included.
+        exposed: communication that computation does not hide, by axis.
+        host: transfers of offloaded activations and states that computation does not hide.
+        bubble: share of the step in which a pipeline rank waits.
+        mfu: model FLOPs (causal half, no recomputation) over peak times step time.
+    """
+
+    compute: float
+    exposed: dict[str, float]
+    host: float
+    bubble: float
+    mfu: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return (self.compute + sum(self.exposed.values()) + self.host) / (1 - self.bubble)
+
+
+def predict_step_time(run: Run, device: Device, devices_per_node: int = 8,
+                      assumptions: Assumptions = Assumptions()) -> StepTime:
+    """Return the time of one step of a resolved run with vocabulary sizes."""
+    parallel = run.parallel
+    peak = 1e12 * (device.tflops_fp32 if run.precision.dtype == "float32" else device.tflops)
+    flops = sequence_flops(run.model, run.data.seq_length)
+    share = run.train.global_batch_size / parallel.world_size
+    compute = share * flops.train(repeats=repeats_of(run)) / (peak * assumptions.compute)
+    room = assumptions.overlap * compute
+    exposed: dict[str, float] = {}
+    for traffic in step_traffic(run):
+        seconds = traffic.sent / (_bandwidth(run, traffic, device, devices_per_node) * assumptions.link)
+        if traffic.hidden:
+            seconds, room = max(0.0, seconds - room), max(0.0, room - seconds)
+        exposed[traffic.axis] = seconds
+    host = max(0.0, _host_bytes(run) / (device.host_bandwidth * assumptions.link) - room)
+    bubble = pipeline_bubble(run)
+    total = (compute + sum(exposed.values()) + host) / (1 - bubble)
+    return StepTime(compute, exposed, host, bubble, share * flops.train() / (peak * total))
+
+
+def _bandwidth(run: Run, traffic: Traffic, device: Device, devices_per_node: int) -> float:
+    """Return the bandwidth of the slowest link that the ranks of a group use."""
+    axes = VIEWS.get(traffic.axis, (traffic.axis,))
+    sizes = {axis: getattr(run.parallel, axis) for axis in AXES}
+    inner = AXES[AXES.index(axes[-1]) + 1:]
+    span = 1
+    for axis in (*axes, *inner):  # ranks from the first to the last member of a group, the group's inner axes included
+        span *= sizes[axis]
+    return device.node_bandwidth if span <= devices_per_node else device.network_bandwidth
+
+
+def pipeline_bubble(run: Run) -> float:
+    """Return the share of a step in which a pipeline rank waits (Narayanan et al., arXiv 2104.04473, section 2.2).
+
+    Schedules that split backward fill most of it with gradients of weights; a third of the bubble is left to them here
+    (Qi et al., arXiv 2401.10241, table 1, with equal times for forward and both halves of backward).
+    """
+    parallel = run.parallel
+    if parallel.pp == 1:
+        return 0.0
+    microbatches = max(1, run.train.global_batch_size // max(1, run.train.micro_batch_size * parallel.dp))
+    waiting = (parallel.pp - 1) / max(1, parallel.stages_per_rank)
+    if SCHEDULES[parallel.pipeline_schedule].splits_backward:
+        waiting /= 3
+    return waiting / (microbatches + waiting)
+
+
+def _host_bytes(run: Run) -> float:
+    """Return the bytes that offload moves over a device's link to the host in one step, both directions together."""
+    memory, parallel, sizes = run.memory, run.parallel, Sizes.of(run)
+    microbatches = max(1, run.train.global_batch_size // max(1, run.train.micro_batch_size * parallel.dp))
+    layers = run.model.num_layers / parallel.pp
+    moved = 2 * memory.offload_activations * layers * sizes.outside * sizes.hidden * sizes.element * microbatches
+    if memory.offload_optimizer:
+        moved += 2 * 4 * _parameters(run) / max(1, parallel.fsdp_size or parallel.fsdp)
+    return moved
+
+
+def _parameters(run: Run) -> float:
+    from megatron_sp.plan.sizes import Weights
+
+    weights = Weights.of(run)
+    return run.model.num_layers / run.parallel.pp * weights.layer + weights.embedding + weights.output
