@@ -15,7 +15,7 @@ from megatron_sp.config.resolve import resolve, with_vocab
 from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.config.schema import Memory, Parallel, Run
 from megatron_sp.layout.sequence_split import split_sequence
-from megatron_sp.plan.devices import Device
+from megatron_sp.plan.devices import GIB, Device
 from megatron_sp.plan.memory import MemoryPlan, predict
 from megatron_sp.plan.report import longest_sequence, with_length
 from megatron_sp.plan.step_time import StepTime, predict_step_time
@@ -148,6 +148,10 @@ def reason(best: Candidate, others: list[Candidate], *, longest: bool) -> str:
         gain = best.length / rival.length
         how = f"{100 * (gain - 1):.0f}% longer" if gain > 1.005 else "as long, in a shorter step"
         return f"Its longest sequence is {how} than that of the next layout ({' '.join(rival.flags) or 'no flags'})."
+    if rival.time.total < 1.01 * best.time.total:
+        less = (rival.memory.total - best.memory.total) / GIB
+        return (f"Its step is as fast as that of the next layout ({' '.join(rival.flags) or 'no flags'}) within 1%"
+                + (f", and it needs {less:.1f} GiB less." if less > 0.05 else "."))
     parts = {"compute": (best.time.compute, rival.time.compute),
              "communication": (sum(best.time.exposed.values()), sum(rival.time.exposed.values())),
              "transfers to the host": (best.time.host, rival.time.host)}

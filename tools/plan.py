@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""Find a layout and memory techniques for a model on given devices, and write the launch script.
+
+Give it the flags of the model, the sequence and the batch that pretrain_gpt.py takes; the layout and the memory
+techniques are what it looks for. It needs no GPU, data or tokenizer, and prints the best plans with predicted memory,
+step time and MFU, and why the first one is first. docs/how-to/plan-a-run.md states the model behind the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_sp.config.load import load_run  # noqa: E402
+from megatron_sp.config.resolve import with_vocab  # noqa: E402
+from megatron_sp.config.schema import Run  # noqa: E402
+from megatron_sp.errors import ConfigError  # noqa: E402
+from megatron_sp.plan.devices import DEVICES, GIB, Device, find_device, parse_size  # noqa: E402
+from megatron_sp.plan.memory import COMPONENTS, predict  # noqa: E402
+from megatron_sp.plan.report import parameters, with_length  # noqa: E402
+from megatron_sp.plan.search import USABLE, Candidate, reason, search  # noqa: E402
+from megatron_sp.runtime import run_program  # noqa: E402
+
+EXAMPLES = """\
+examples:
+  python tools/plan.py --devices 8 --device A100-40 --fastest --model-preset llama3-8b --seq-length 131072 --bf16
+  python tools/plan.py --devices 8 --device H100 --max-seq-length --model-preset llama3-8b --bf16 --output launch.sh
+"""
+#: What a plan needs and does not depend on, so that users need not type it.
+FILLED_IN = {"--lr": "1e-4", "--train-iters": "1", "--global-batch-size": "1", "--seq-length": "4096",
+             "--vocab-size": "128256"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this tool's own flags; all others belong to the run."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     usage="plan.py --devices N --device NAME (--fastest | --max-seq-length) "
+                                           "MODEL AND TRAINING FLAGS OF pretrain_gpt.py")
+    goal = parser.add_mutually_exclusive_group()
+    goal.add_argument("--fastest", action="store_true", help="shortest step at the given --seq-length (the default)")
+    goal.add_argument("--max-seq-length", action="store_true", help="longest sequence that fits")
+    parser.add_argument("--devices", type=int, default=8, metavar="N", help="number of devices (default: %(default)s)")
+    parser.add_argument("--device", default="H100", metavar="NAME", help=f"one of {', '.join(DEVICES)} "
+                        "(default: %(default)s)")
+    parser.add_argument("--device-memory", default="", metavar="SIZE", help="another memory than the data sheet's, "
+                        "such as 80GB or 40GiB")
+    parser.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="devices with fast links between "
+                        "them (default: %(default)s)")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="plans to print (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the launch script of the first plan here")
+    parser.add_argument("--json", action="store_true", help="print the plans as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory of the first plan over the sequence "
+                        "length (needs matplotlib)")
+    return parser
+
+
+def read_base(words: list[str]) -> Run:
+    """Return the run that the flags describe, on one process, with vocabulary sizes.
+
+    Raises:
+        ConfigError: flags of the run that are wrong.
+    """
+    given = {word.split("=", 1)[0].replace("_", "-") for word in words}
+    filled = [part for flag, value in FILLED_IN.items() if flag not in given and not (
+        flag == "--train-iters" and "--train-samples" in given) for part in (flag, value)]
+    if "--max-position-embeddings" not in given and "--position-embedding-type" not in given:
+        filled += [] if "--model-preset" in given else ["--position-embedding-type", "rope"]
+    run, _ = load_run([*words, *filled, "--mock-data", "--tokenizer-type", "NullTokenizer"], 1, files=False)
+    return with_vocab(run, run.model.vocab_size)
+
+
+def table(plans: list[Candidate], device: Device) -> str:
+    """Return the plans as an aligned table."""
+    lines = [f"{'':>2} {'tokens':>11} {'memory GiB':>11} {'host GiB':>9} {'step s':>9} {'MFU':>5}  flags"]
+    lines += [f"{number:>2} {plan.length:>11,} {plan.memory.total / GIB:>11.1f} {plan.memory.host / GIB:>9.1f} "
+              f"{plan.time.total:>9.3g} "
+              f"{100 * plan.time.mfu:>4.0f}%  {' '.join(plan.flags) or '(none)'}"
+              for number, plan in enumerate(plans, start=1)]
+    return "\n".join([*lines, f"(memory of {device.memory / GIB:.1f} GiB; plans use at most {100 * USABLE:.0f}% of it; host memory is per "
+                      "device)"])
+
+
+def launch_script(plan: Candidate, words: list[str], devices_per_node: int) -> str:
+    """Return a script that starts the plan on one node, or the settings of examples/slurm_pretrain.sh for several."""
+    length = ["--seq-length", str(plan.length)]
+    kept = _without(words, {"--seq-length", "--max-position-embeddings"})
+    model = [*kept, *length, "--max-position-embeddings", str(plan.length)]
+    arrays = [f"MODEL=({shlex.join(model)})", "TRAINING=()  # learning rate, iterations, evaluation",
+              f"PARALLEL=({shlex.join(plan.flags)})", "DATA=(--mock-data)  # --data-path PREFIX and the tokenizer's flags"]
+    world = plan.run.parallel.world_size
+    if world > devices_per_node:
+        nodes = -(-world // devices_per_node)
+        return "\n".join([f"# SETTINGS=THIS_FILE sbatch --nodes {nodes} --ntasks-per-node {devices_per_node} "
+                          "examples/slurm_pretrain.sh", *arrays, ""])
+    command = 'pretrain_gpt.py "${MODEL[@]}" "${TRAINING[@]}" "${PARALLEL[@]}" "${DATA[@]}" "$@"'
+    start = "python" if world == 1 else f"torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node {world}"
+    return "\n".join(["#!/usr/bin/env bash", "set -euo pipefail", *arrays, f"{start} {command}", ""])
+
+
+def _without(words: list[str], flags: set[str]) -> list[str]:
+    """Return the words without these flags and their single values."""
+    kept, skip = [], False
+    for word in words:
+        name = word.split("=", 1)[0].replace("_", "-")
+        if skip:
+            skip = False
+        elif name in flags:
+            skip = "=" not in word
+        else:
+            kept.append(word)
+    return kept
+
+
+def draw(plan: Candidate, device: Device, output: Path) -> None:
+    """Draw the predicted memory of a plan by component over the sequence length."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; pip install matplotlib, or leave the flag out") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lengths = [plan.length * part // 16 for part in range(1, 21)]
+    step = max(1, plan.run.parallel.sp * 2 * plan.run.parallel.tp)
+    lengths = sorted({max(step, length // step * step) for length in lengths})
+    plans = [predict(with_length(plan.run, length), device=device.kind) for length in lengths]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.stackplot(lengths, [[each.components[name] / GIB for each in plans] for name in COMPONENTS], labels=COMPONENTS,
+                   colors=pyplot.colormaps["tab10"].colors)
+    axes.axhline(device.memory / GIB, color="black", linestyle="--", linewidth=1, label=f"{device.name}")
+    axes.set(xlabel="tokens in the sequence", ylabel="GiB on a device", title=" ".join(plan.flags))
+    axes.title.set_fontsize(8)
+    axes.legend(loc="upper left", fontsize=8)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=130)
+
+
+def main(argv: list[str]) -> int:
+    own, words = build_parser().parse_known_args(argv)
+    problems = [f"--{name.replace('_', '-')} {value} must be at least 1." for name, value in (
+        ("devices", own.devices), ("devices_per_node", own.devices_per_node), ("top", own.top)) if value < 1]
+    try:
+        device = find_device(own.device, parse_size(own.device_memory) if own.device_memory else 0)
+    except ValueError as error:
+        problems.append(f"--device {own.device} --device-memory {own.device_memory}: {error}.")
+    if problems:
+        raise ConfigError(problems)
+    plans = search(read_base(words), own.devices, device, own.devices_per_node, longest=own.max_seq_length)
+    if not plans:
+        raise ConfigError(f"no layout of {own.devices} x {device.name} ({device.memory / GIB:.1f} GiB each) fits this "
+                          "model and batch; give more --devices, a shorter --seq-length, or a smaller "
+                          "--micro-batch-size. The most sparing techniques were tried.")
+    best = plans[:own.top]
+    if own.json:
+        print(json.dumps([{"flags": plan.flags, "tokens": plan.length, "memory": plan.memory.total,
+                           "step_seconds": plan.time.total, "mfu": plan.time.mfu} for plan in best], indent=1))
+    else:
+        run = best[0].run
+        print(f"{parameters(run) / 1e9:.3f} B parameters on {own.devices} x {device.name}, global batch "
+              f"{run.train.global_batch_size}; {len(plans)} plans fit")
+        print(table(best, device))
+        print(reason(plans[0], plans[1:], longest=own.max_seq_length))
+    if own.output:
+        own.output.write_text(launch_script(best[0], words, own.devices_per_node))
+        print(f"wrote {own.output}", file=sys.stderr)
+    if own.plot:
+        draw(best[0], device, own.plot)
+        print(f"wrote {own.plot}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(main)
