@@ -83,8 +83,8 @@ def table(plans: list[Candidate], device: Device) -> str:
               f"{plan.time.total:>9.3g} "
               f"{100 * plan.time.mfu:>4.0f}%  {' '.join(plan.flags) or '(none)'}"
               for number, plan in enumerate(plans, start=1)]
-    return "\n".join([*lines, f"(memory of {device.memory / GIB:.1f} GiB; plans use at most {100 * USABLE:.0f}% of it; host memory is per "
-                      "device)"])
+    return "\n".join([*lines, f"(memory of {device.memory / GIB:.1f} GiB, of which plans use at most "
+                              f"{100 * USABLE:.0f}%; host memory is per device)"])
 
 
 def launch_script(plan: Candidate, words: list[str], devices_per_node: int) -> str:
@@ -93,7 +93,8 @@ def launch_script(plan: Candidate, words: list[str], devices_per_node: int) -> s
     kept = _without(words, {"--seq-length", "--max-position-embeddings"})
     model = [*kept, *length, "--max-position-embeddings", str(plan.length)]
     arrays = [f"MODEL=({shlex.join(model)})", "TRAINING=()  # learning rate, iterations, evaluation",
-              f"PARALLEL=({shlex.join(plan.flags)})", "DATA=(--mock-data)  # --data-path PREFIX and the tokenizer's flags"]
+              f"PARALLEL=({shlex.join(plan.flags)})",
+              "DATA=(--mock-data)  # --data-path PREFIX and the tokenizer's flags"]
     world = plan.run.parallel.world_size
     if world > devices_per_node:
         nodes = -(-world // devices_per_node)

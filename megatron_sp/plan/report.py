@@ -55,8 +55,9 @@ class Report:
                        "ring": parallel.ring, "zero_stage": parallel.zero_stage, "fsdp_size": parallel.fsdp_size},
             "layers_per_stage": [len(layers) for layers in stage_layers(run.model, parallel)],
             "parameters": parameters(run), "parameters_per_rank": _parameters_of_ranks(run),
-            "batch": {"global": BatchSize.of(run).last, "micro": run.train.micro_batch_size, "data_parallel": parallel.dp,
-                      "microbatches": _microbatches(run), "tokens_per_rank": run.data.seq_length // parallel.sp},
+            "batch": {"global": BatchSize.of(run).last, "micro": run.train.micro_batch_size,
+                      "data_parallel": parallel.dp, "microbatches": _microbatches(run),
+                      "tokens_per_rank": run.data.seq_length // parallel.sp},
             "iterations": iterations, "samples": samples, "tokens": samples * run.data.seq_length,
             "flops_per_step": run.train.global_batch_size * flops.train(),
             "hardware_flops_per_step": run.train.global_batch_size * flops.train(repeats=repeats_of(run)),
@@ -158,11 +159,12 @@ def _length(run: Run) -> tuple[int, int]:
 
 def _layout_lines(report: Report) -> list[str]:
     run, parallel = report.run, report.run.parallel
-    degrees = {"data parallel": parallel.dp, "pipeline": parallel.pp, "ring": parallel.ring, "Ulysses": parallel.ulysses,
-               "tensor": parallel.tp}
+    degrees = {"data parallel": parallel.dp, "pipeline": parallel.pp, "ring": parallel.ring,
+               "Ulysses": parallel.ulysses, "tensor": parallel.tp}
     layers = [len(stage) for stage in stage_layers(run.model, parallel)]
     each = _parameters_of_ranks(run)
-    shown = f"{min(each) / 1e9:.3f} B" if min(each) == max(each) else f"{min(each) / 1e9:.3f} to {max(each) / 1e9:.3f} B"
+    least, most = (f"{size / 1e9:.3f}" for size in (min(each), max(each)))
+    shown = f"{least} B" if least == most else f"{least} to {most} B"
     return [f"layout: {parallel.world_size} ranks = " + " x ".join(f"{name} {size}" for name, size in degrees.items())
             + f"; ZeRO stage {parallel.zero_stage}", *_picture(report),
             f"model: {parameters(run) / 1e9:.3f} B parameters, {shown} per rank before sharding; "
@@ -179,7 +181,8 @@ def _picture(report: Report) -> list[str]:
     lines = []
     for node in range(min(NODES_SHOWN, -(-parallel.world_size // per_node))):
         ranks = range(node * per_node, min((node + 1) * per_node, parallel.world_size))
-        cells = ["".join(f"{names[axis]}{grid.coordinates(rank)[axis]}" for axis in used) for rank in ranks[:RANKS_SHOWN]]
+        places = [grid.coordinates(rank) for rank in ranks[:RANKS_SHOWN]]
+        cells = ["".join(f"{names[axis]}{place[axis]}" for axis in used) for place in places]
         lines.append(f"  node {node}: [ " + " | ".join(cells) + (" | ..." if len(ranks) > RANKS_SHOWN else "") + " ]")
     if parallel.world_size > NODES_SHOWN * per_node:
         lines.append(f"  ... {-(-parallel.world_size // per_node)} nodes of {per_node}")
@@ -190,16 +193,18 @@ def _picture(report: Report) -> list[str]:
 
 def _batch_lines(facts: dict[str, Any]) -> list[str]:
     batch = facts["batch"]
-    return [f"batch: {batch['global']} sequences = micro-batch {batch['micro']} x data parallel {batch['data_parallel']} x "
-            f"{batch['microbatches']} microbatches; {batch['tokens_per_rank']:,} tokens of each sequence per rank",
+    return [f"batch: {batch['global']} sequences = micro-batch {batch['micro']} x data parallel "
+            f"{batch['data_parallel']} x {batch['microbatches']} microbatches; {batch['tokens_per_rank']:,} tokens of "
+            "each sequence per rank",
             f"length: {facts['iterations']:,} steps, {facts['samples']:,} samples, {facts['tokens']:,} tokens"]
 
 
 def _work_lines(facts: dict[str, Any]) -> list[str]:
     lines = [f"work: {facts['flops_per_step'] / 1e15:.3g} PFLOP per step (causal half of attention), "
              f"{facts['hardware_flops_per_step'] / 1e15:.3g} with recomputation"]
-    lines += [f"communication over {each['axis']} ({each['ranks']} ranks): {gibibytes(each['bytes_per_step'])} sent per "
-              f"rank and step: {each['what']}" for each in facts["communication"]]
+    for each in facts["communication"]:
+        lines.append(f"communication over {each['axis']} ({each['ranks']} ranks): {gibibytes(each['bytes_per_step'])} "
+                     f"sent per rank and step: {each['what']}")
     if facts["pipeline_bubble"]:
         lines.append(f"pipeline bubble: {100 * facts['pipeline_bubble']:.1f}% of the step")
     return lines
@@ -208,8 +213,9 @@ def _work_lines(facts: dict[str, Any]) -> list[str]:
 def _memory_lines(report: Report) -> list[str]:
     memory, device = report.memory, report.device
     verdict = "fits" if report.fits else "does NOT fit"
-    lines = [f"memory: {gibibytes(memory.total)} of {device.memory / GIB:.1f} GiB ({device.name}): {verdict}; the peak is "
-             f"at the {memory.moment}" + (f" on pipeline rank {memory.rank}" if report.run.parallel.pp > 1 else "")]
+    lines = [f"memory: {gibibytes(memory.total)} of {device.memory / GIB:.1f} GiB ({device.name}): {verdict}; the "
+             f"peak is at the {memory.moment}"
+             + (f" on pipeline rank {memory.rank}" if report.run.parallel.pp > 1 else "")]
     lines += [f"  {name + ' ':.<24} {gibibytes(size)}" for name, size in memory.components.items() if size]
     if memory.host:
         lines.append(f"  {'in host memory ':.<24} {gibibytes(memory.host)}")

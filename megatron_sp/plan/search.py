@@ -32,8 +32,8 @@ LADDER: dict[str, Memory] = {
     "full recomputation": Memory(recompute_granularity="full"),
     "+ tiled feed-forward": Memory(recompute_granularity="full", mlp_tile_size=MLP_TILE),
     "+ layer inputs on the host": Memory(recompute_granularity="full", mlp_tile_size=MLP_TILE, offload_activations=1.0),
-    "+ attention in 2 head groups": Memory(recompute_granularity="full", mlp_tile_size=MLP_TILE, offload_activations=1.0,
-                                           attention_head_groups=2),
+    "+ attention in 2 head groups": Memory(recompute_granularity="full", mlp_tile_size=MLP_TILE,
+                                           offload_activations=1.0, attention_head_groups=2),
     "+ optimizer on the host": Memory(recompute_granularity="full", mlp_tile_size=MLP_TILE, offload_activations=1.0,
                                       attention_head_groups=2, offload_optimizer=True),
 }

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 NODES = ("n1", "n2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue")
@@ -100,8 +101,8 @@ class SlurmCluster:
         assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, *words: str | Path, **variables: str) -> int:
-        """Submit a batch script and return the job's number."""
+    def submit(self, *words: str | Path, **variables: Any) -> int:
+        """Submit a batch script and return the job's number; ``variables`` are added to its environment."""
         return int(self.run("sbatch", "--parsable", *words, **variables).split(";")[0])
 
     def state(self, job: int) -> str:
@@ -201,4 +202,5 @@ def _wait_for_file(path: Path) -> None:
 
 def _last_lines(root: Path) -> str:
     logs = [path for path in sorted(root.iterdir()) if path.suffix in (".log", ".out") and path.is_file()]
-    return "\n".join("\n".join([f"== {path.name}", *path.read_text(errors="replace").splitlines()[-8:]]) for path in logs)
+    ends = {path.name: path.read_text(errors="replace").splitlines()[-8:] for path in logs}
+    return "\n".join(line for name, lines in ends.items() for line in (f"== {name}", *lines))

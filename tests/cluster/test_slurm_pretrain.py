@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ def submit(cluster: SlurmCluster, directory: Path, *flags: str) -> int:
                           SCRIPT, *flags, **variables(directory))
 
 
-def variables(directory: Path) -> dict[str, str]:
+def variables(directory: Path) -> dict[str, Any]:
     """Write the settings into the directory; return the environment variables that the script reads."""
     (directory / "settings.sh").write_text(SETTINGS)
     return {"OUTPUT_DIR": str(directory), "PYTHON": sys.executable, "SETTINGS": str(directory / "settings.sh")}
@@ -78,6 +79,9 @@ def test_a_job_whose_time_is_up_saves_is_requeued_and_resumes(cluster: SlurmClus
     cluster.wait_for(job, "RUNNING", timeout=60)
     _wait_for_iteration(tmp_path, 5)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))    # what --signal=B:USR1@600 makes Slurm send
+    cluster.wait_for(job, "PENDING", timeout=60)
+    # Slurm starts a requeued job two minutes later, so that its nodes can be cleaned up. This test does not wait.
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     _wait_for_text(tmp_path, "resumed from")
     saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     _wait_for_iteration(tmp_path, saved + 3)
