@@ -24,7 +24,8 @@ ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = "29517"
 FLAGS = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --position-embedding-type rope
            --attention-dropout 0 --hidden-dropout 0 --seq-length 64 --global-batch-size 2 --lr 1e-3 --eval-iters 0
-           --lr-decay-style constant --log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 64""".split()
+           --lr-decay-style constant --log-interval 1 --mock-data --tokenizer-type NullTokenizer
+           --vocab-size 64""".split()
 
 
 def why_not() -> str:
