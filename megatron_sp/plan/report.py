@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.plan.communication import Traffic, step_traffic
 from megatron_sp.plan.devices import GIB, Device
 from megatron_sp.plan.flops import repeats_of, sequence_flops
-from megatron_sp.plan.memory import MemoryPlan, gibibytes, predict
+from megatron_sp.plan.memory import MemoryPlan, predict
 from megatron_sp.plan.sizes import Weights
 from megatron_sp.plan.step_time import StepTime, predict_step_time
 
@@ -157,6 +158,11 @@ def _length(run: Run) -> tuple[int, int]:
     return run.train.train_iters, sizes.samples(run.train.train_iters)
 
 
+def _readable(size: float) -> str:
+    """Return bytes in MiB or GiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{math.ceil(size / 2**20)} MiB"
+
+
 def _layout_lines(report: Report) -> list[str]:
     run, parallel = report.run, report.run.parallel
     degrees = {"data parallel": parallel.dp, "pipeline": parallel.pp, "ring": parallel.ring,
@@ -203,7 +209,7 @@ def _work_lines(facts: dict[str, Any]) -> list[str]:
     lines = [f"work: {facts['flops_per_step'] / 1e15:.3g} PFLOP per step (causal half of attention), "
              f"{facts['hardware_flops_per_step'] / 1e15:.3g} with recomputation"]
     for each in facts["communication"]:
-        lines.append(f"communication over {each['axis']} ({each['ranks']} ranks): {gibibytes(each['bytes_per_step'])} "
+        lines.append(f"communication over {each['axis']} ({each['ranks']} ranks): {_readable(each['bytes_per_step'])} "
                      f"sent per rank and step: {each['what']}")
     if facts["pipeline_bubble"]:
         lines.append(f"pipeline bubble: {100 * facts['pipeline_bubble']:.1f}% of the step")
@@ -213,12 +219,12 @@ def _work_lines(facts: dict[str, Any]) -> list[str]:
 def _memory_lines(report: Report) -> list[str]:
     memory, device = report.memory, report.device
     verdict = "fits" if report.fits else "does NOT fit"
-    lines = [f"memory: {gibibytes(memory.total)} of {device.memory / GIB:.1f} GiB ({device.name}): {verdict}; the "
+    lines = [f"memory: {_readable(memory.total)} of {device.memory / GIB:.1f} GiB ({device.name}): {verdict}; the "
              f"peak is at the {memory.moment}"
              + (f" on pipeline rank {memory.rank}" if report.run.parallel.pp > 1 else "")]
-    lines += [f"  {name + ' ':.<24} {gibibytes(size)}" for name, size in memory.components.items() if size]
+    lines += [f"  {name + ' ':.<24} {_readable(size)}" for name, size in memory.components.items() if size]
     if memory.host:
-        lines.append(f"  {'in host memory ':.<24} {gibibytes(memory.host)}")
+        lines.append(f"  {'in host memory ':.<24} {_readable(memory.host)}")
     lines.append(f"longest sequence that fits in this layout: {report.longest:,} tokens")
     return lines
 
