@@ -43,6 +43,35 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> Environmen
     return read_environment(os.environ if variables is None else variables)
 
 
+def announced_world_size() -> int:
+    """Return the WORLD_SIZE that a user sets for a tool that checks a larger run on this machine; 0 where it is unset.
+
+    Unlike ``launch_environment`` this needs no rank: the tool itself is one plain process.
+
+    Raises:
+        ConfigError: the variable is not a whole number of at least 1.
+    """
+    text = os.environ.get("WORLD_SIZE") or ""
+    if text and (not text.isdecimal() or int(text) < 1):
+        raise ConfigError(f"WORLD_SIZE={text} must be a whole number of at least 1: the processes of the real run. "
+                          "Correct it or unset it.")
+    return int(text or 0)
+
+
+def use_only_cpu() -> None:
+    """Hide all GPUs from this process and its children, and give each one compute thread unless the user chose more.
+
+    Call it before torch is imported. Programs that start many processes on few cores would otherwise slow each other.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def keep_tokenizers_single_threaded() -> None:
+    """Stop Hugging Face's tokenizers library from starting threads in this process and its children."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def start(parallel: Parallel, environment: Environment, stop_asked: object = None) -> torch.device:
     """Join the process group and take a device.
 

@@ -20,7 +20,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+CHECKOUT = Path(__file__).resolve().parent.parent
+if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
+    sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp.errors import DataError  # noqa: E402
 from megatron_sp.output_files import complete_file  # noqa: E402

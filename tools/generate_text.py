@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+CHECKOUT = Path(__file__).resolve().parent.parent
+if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
+    sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp import runtime  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402

@@ -18,8 +18,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+CHECKOUT = Path(__file__).resolve().parent.parent
+if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
+    sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp.config.load import load_run  # noqa: E402
 from megatron_sp.config.resolve import with_vocab  # noqa: E402
@@ -192,7 +193,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--limit", type=float, default=80.0, metavar="GIB",
                        help="memory of a device (default: %(default)g)")
     group = parser.add_argument_group("output")
-    group.add_argument("--output", type=Path, default=ROOT / "docs/images/memory.png", metavar="FILE.png",
+    group.add_argument("--output", type=Path, default=CHECKOUT / "docs/images/memory.png", metavar="FILE.png",
                        help="picture to write (default: docs/images/memory.png)")
     group.add_argument("--published", action="store_true", help="print the table of published measurements instead")
     return parser

@@ -17,7 +17,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+CHECKOUT = Path(__file__).resolve().parent.parent
+if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
+    sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.layout.schedules import SCHEDULES, takes_microbatches  # noqa: E402

@@ -16,14 +16,17 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+CHECKOUT = Path(__file__).resolve().parent.parent
+if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
+    sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp.config.schema import Data  # noqa: E402
 from megatron_sp.data.json_lines import find_inputs  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
-from megatron_sp.runtime import run_program  # noqa: E402
+from megatron_sp.runtime import keep_tokenizers_single_threaded, run_program  # noqa: E402
 
 # Spellings people bring (after "_" became "-").
 ALIASES = {"--vocab": "--vocab-file", "--json-key": "--json-keys", "--tokenizer-name-or-path": "--tokenizer-model",
@@ -153,7 +156,7 @@ def run(arguments: argparse.Namespace, paths: list[str]) -> int:
     from megatron_sp.data.preprocess import EncodedBatch, Job, Summary, preprocess
     from megatron_sp.progress import progress_bar
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes, not the library's threads
+    keep_tokenizers_single_threaded()  # the worker processes share the cores already
     data = Data(tokenizer_type=arguments.tokenizer_type, vocab_file=arguments.vocab_file,
                 merge_file=arguments.merge_file, tokenizer_model=arguments.tokenizer_model,
                 trust_remote_code=arguments.trust_remote_code)

@@ -16,15 +16,14 @@ Exit status: 0 PASS, 1 FAIL, 2 nothing could be proven (wrong flags, or too larg
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # many processes share few cores
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+CHECKOUT = Path(__file__).resolve().parent.parent
+if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
+    sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp.config.cli.flags import parse  # noqa: E402
 from megatron_sp.config.load import load_run  # noqa: E402
@@ -32,7 +31,7 @@ from megatron_sp.config.resolve import resolve  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.proof.shrink import shrink  # noqa: E402
-from megatron_sp.runtime import run_program  # noqa: E402
+from megatron_sp.runtime import announced_world_size, run_program, use_only_cpu  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron_sp.proof.verify import Verdict
@@ -43,14 +42,14 @@ WORLD_SIZE = "--world-size"
 def read(argv: list[str]) -> tuple[Run, list[str]]:
     """The resolved run of a command line, and the notes on it."""
     argv, given = [part for word in argv
-                   for part in (word.split("=", 1) if word.startswith(f"{WORLD_SIZE}=") else [word])], ""
+                   for part in (word.split("=", 1) if word.startswith(f"{WORLD_SIZE}=") else [word])], "0"
     if WORLD_SIZE in argv:
         index = argv.index(WORLD_SIZE)
         given = argv[index + 1] if index + 1 < len(argv) else ""
         del argv[index:index + 2]
         if not given.isdigit() or int(given) < 1:
             raise ConfigError(f"{WORLD_SIZE} {given}: give the number of processes of the real run, at least 1")
-    return load_run(argv, int(given or os.environ.get("WORLD_SIZE") or smallest_world(argv)), files=False)
+    return load_run(argv, int(given) or announced_world_size() or smallest_world(argv), files=False)
 
 
 def smallest_world(argv: list[str]) -> int:
@@ -89,6 +88,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0 if argv else 2     # a script whose flags are empty has proven nothing
     started = time.monotonic()
+    use_only_cpu()
     run, notes = read(argv)
     small = shrink(run)
     parallel = small.run.parallel

@@ -243,8 +243,8 @@ def preprocess(paths: Sequence[str], output_prefix: str, job: Job, workers: int,
         workers: processes that tokenize.
         progress: called after each batch.
 
-    Set TOKENIZERS_PARALLELISM=false before, as the tool does: the tokenizer library would start threads of its own in
-    each of these processes, more threads than cores.
+    Call ``runtime.keep_tokenizers_single_threaded`` first, as the tool does. Otherwise each worker process starts one
+    tokenizer thread for every core.
 
     Raises:
         DataError: input or tokenizer is at fault; nothing that looks valid is left behind.

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_sp.errors import ConfigError
 from megatron_sp.launchers import Environment
-from megatron_sp.runtime import choose_gpu, meet
+from megatron_sp.runtime import announced_world_size, choose_gpu, meet
 
 
 @pytest.mark.parametrize("error, code, said", [
@@ -121,3 +121,14 @@ def test_an_attempt_does_not_see_the_keys_of_the_one_before() -> None:
                    timedelta(seconds=5)) for attempt in range(2)]
     stores[0].set("address of rank 0", "gone")
     assert stores[0].check(["address of rank 0"]) and not stores[1].check(["address of rank 0"])
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-4", "2.5"])
+def test_an_announced_world_size_that_is_no_count_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE={text} must be"):
+        announced_world_size()
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert announced_world_size() == 16
+    monkeypatch.delenv("WORLD_SIZE")
+    assert announced_world_size() == 0
