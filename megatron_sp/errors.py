@@ -17,14 +17,21 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """One or more problems in the command line, all reported together."""
+    """One or more problems in the command line, all reported together.
 
-    def __init__(self, problems: str | Sequence[str]):
+    Args:
+        problems: sentences about what is wrong.
+        notes: what a user should know about the rest of the command line; shown below the problems.
+    """
+
+    def __init__(self, problems: str | Sequence[str], notes: Sequence[str] = ()):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.notes = list(notes)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        super().__init__(f"{head} in the command line:\n{lines}")
+        said = "".join(f"\n  - {note}" for note in self.notes)
+        super().__init__(f"{head} in the command line:\n{lines}" + (f"\nNotes on the rest of it:{said}" if said else ""))
 
 
 class DataError(UserError):

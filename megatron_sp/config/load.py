@@ -11,11 +11,12 @@ from megatron_sp.config.resolve import resolve
 from megatron_sp.config.rules.checks import advice, check_problems
 from megatron_sp.config.rules.files import file_problems
 from megatron_sp.config.schema import Run
+from megatron_sp.config.vocabulary import with_usual_vocabulary
 from megatron_sp.errors import ConfigError
 
 
-def load_run(argv: Sequence[str], world_size: int, files: bool = True,
-             devices_per_node: int = 0) -> tuple[Run, list[str]]:
+def load_run(argv: Sequence[str], world_size: int, files: bool = True, devices_per_node: int = 0,
+             plan: bool = False) -> tuple[Run, list[str]]:
     """Parse, resolve and check a command line.
 
     Args:
@@ -23,36 +24,39 @@ def load_run(argv: Sequence[str], world_size: int, files: bool = True,
         world_size: number of processes.
         files: whether files and packages that the run needs must be on this machine.
         devices_per_node: what the launcher knows of it; 0: nothing.
+        plan: the run is only planned: data, tokenizer, checkpoints and trackers are neither required nor looked at,
+            and where no flag gives the size of the vocabulary, a usual one is taken.
 
     Returns:
-        The resolved run (vocabulary sizes still open, see ``resolve.with_vocab``), and notes that
-        the user should see once.
+        The resolved run, and notes that the user should see once. The vocabulary sizes are known in a plan, and else
+        still open (see ``resolve.with_vocab``).
 
     Raises:
         ConfigError: with every problem found: unknown, unreadable, refused and contradicting
             flags, broken rules, missing files.
         SystemExit: after printing the help for ``--help``.
     """
-    parsed = parse(argv)
+    parsed = parse(argv, plan)
     run = resolve(_on_nodes(parsed.run, devices_per_node), world_size)
-    found = check_problems(run) + (file_problems(run) if files else [])
+    found = check_problems(run, plan) + (file_problems(run) if files and not plan else [])
     problems = parsed.problems + [_in_users_words(problem, parsed) for problem in found
                                   if not _already_reported(problem, parsed)]
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return run, parsed.notes + [_in_users_words(note, parsed) for note in advice(run)]
+        raise ConfigError(list(dict.fromkeys(problems)), parsed.notes)
+    notes = parsed.notes + [_in_users_words(note, parsed) for note in advice(run)]
+    return with_usual_vocabulary(run, parsed.tokenizer, notes) if plan else (run, notes)
 
 
 def _on_nodes(run: Run, devices_per_node: int) -> Run:
-    """The run with the launcher's node size, where the command line names none."""
+    """Return the run with the launcher's node size, where the command line names none."""
     if run.parallel.devices_per_node or not devices_per_node:
         return run
     return replace(run, parallel=replace(run.parallel, devices_per_node=devices_per_node))
 
 
 def _already_reported(problem: str, parsed: Parsed) -> bool:
-    """Whether ``problem`` calls a flag missing that was given, but could not be read."""
-    return " required" in problem and any(_names(flag, problem) for flag in parsed.broken)
+    """Whether ``problem`` is about a flag that could not be read, which the user has been told."""
+    return any(_names(flag, problem) for flag in parsed.broken)
 
 
 def _names(flag: str, text: str) -> bool:
@@ -60,7 +64,7 @@ def _names(flag: str, text: str) -> bool:
 
 
 def _in_users_words(text: str, parsed: Parsed) -> str:
-    """``text`` with each flag in the spelling of the command line."""
+    """Return ``text`` with each flag in the spelling of the command line."""
     for said, switch in parsed.switched.items():
         text = re.sub(re.escape(said) + r"(?![\w.-])", switch, text)
     origins = {preset for flag, preset in parsed.filled.items() if _names(flag, text)}

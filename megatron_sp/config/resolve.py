@@ -70,7 +70,7 @@ def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:
 def _parallel(parallel: Parallel) -> Parallel:
     if parallel.fsdp_size or min(parallel.tp, parallel.pp, parallel.ulysses, parallel.ring) < 1:
         return parallel
-    return replace(parallel, fsdp_size=parallel.fsdp)
+    return replace(parallel, fsdp_size=parallel.fsdp // max(parallel.fsdp_replicas, 1) or 1)
 
 
 def _pipeline(parallel: Parallel, num_layers: int) -> Parallel:
@@ -111,4 +111,5 @@ def _schedule(schedule: Schedule, train: Train) -> Schedule:
 
 def _train(train: Train, parallel: Parallel) -> Train:
     size = train.global_batch_size or last_batch_size(train.step_batch_size_schedule)
-    return replace(train, global_batch_size=size or train.micro_batch_size * max(parallel.dp, 1))
+    steps = max(train.gradient_accumulation_steps, 1)
+    return replace(train, global_batch_size=size or train.micro_batch_size * max(parallel.dp, 1) * steps)

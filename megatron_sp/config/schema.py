@@ -38,7 +38,7 @@ def flag(default: Any, help: str, *names: str, choices: Sequence[str] = (), narg
 class Model:
     """Model: shape, positions, norms, activation, initialisation."""
 
-    num_layers: int = flag(0, "Number of transformer layers (required).")
+    num_layers: int = flag(0, "Number of transformer layers (required).", "--num-layers", "--encoder-num-layers")
     hidden_size: int = flag(0, "Width of the hidden states between layers (required).")
     num_attention_heads: int = flag(0, "Number of query heads (required).")
     num_query_groups: int = flag(0, "Number of key/value heads (GQA; 1 is MQA); default: the number of query heads. "
@@ -60,7 +60,8 @@ class Model:
     rotary_interleaved: bool = flag(False, "Rotate neighbouring elements as pairs, as GPT-J does, instead of pairing "
                                            "the first half of a head with the second.")
     rotary_seq_len_interpolation_factor: float = flag(1.0, "Divide rotary positions by this factor, to use a model on "
-                                                           "longer sequences.")
+                                                           "longer sequences.",
+                                                      "--rotary-seq-len-interpolation-factor", "--rotary-scale-factor")
     use_rope_scaling: bool = flag(False, "Scale rotary frequencies by the Llama-3.1 rule.")
     rope_scaling_factor: float = flag(8.0, "Factor by which --use-rope-scaling lengthens the context.")
     normalization: str = flag("LayerNorm", "Kind of the norm layers.", choices=("LayerNorm", "RMSNorm"))
@@ -106,7 +107,7 @@ class Parallel:
     """Parallelism: how weights, sequences, samples and states are split over ranks."""
 
     tp: int = flag(1, "Tensor parallelism: weights split by rows and columns over this many ranks.",
-                   "--tensor-model-parallel-size")
+                   "--tensor-model-parallel-size", "--model-parallel-size")
     pp: int = flag(1, "Pipeline parallelism: layers split into this many stages.", "--pipeline-model-parallel-size")
     ulysses: int = flag(1, "Ulysses sequence parallelism: each sequence split over this many ranks, heads exchanged "
                            "around attention.", "--ulysses-size", "--ds-sequence-parallel-size")
@@ -127,6 +128,9 @@ class Parallel:
                               "optimizer states, 2 also the gradients, 3 also the parameters.")
     fsdp_size: int = flag(0, "Shard within groups of this many ranks and replicate across them (hybrid sharding); "
                              "default: all data- and sequence-parallel ranks.")
+    fsdp_replicas: int = flag(0, "Number of groups of data- and sequence-parallel ranks, within each of which states "
+                                 "are sharded and across which they are replicated, instead of --fsdp-size; "
+                                 "default: 1.", "--num-distributed-optimizer-instances")
     stages_per_rank: int = flag(0, "Pipeline stages per rank (virtual stages); default: 1, or what the schedule needs.",
                                 "--num-virtual-stages-per-pipeline-rank")
     layers_per_virtual_stage: int = flag(0, "Layers in each of several stages per rank, instead of their number.",
@@ -244,7 +248,8 @@ class Schedule:
     lr_warmup_iters: int = flag(0, "Iterations of linear warm-up.")
     lr_warmup_samples: int = flag(0, "Samples of linear warm-up.")
     lr_warmup_tokens: int = flag(0, "Tokens of linear warm-up.")
-    lr_warmup_fraction: float = flag(0.0, "Length of the warm-up as a share of the decay's length.")
+    lr_warmup_fraction: float = flag(0.0, "Length of the warm-up as a share of the decay's length.",
+                                     "--lr-warmup-fraction", "--warmup")
     lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.")
     lr_wsd_decay_style: str = flag("exponential", "Shape of the final decay under --lr-decay-style WSD.",
                                    choices=("exponential", "linear", "cosine", "minus_sqrt"))
@@ -260,9 +265,13 @@ class Schedule:
 class Train:
     """Training: batch, length, evaluation, stopping."""
 
-    micro_batch_size: int = flag(1, "Sequences that a data-parallel rank computes at once.")
+    micro_batch_size: int = flag(1, "Sequences that a data-parallel rank computes at once.",
+                                 "--micro-batch-size", "--batch-size")
     global_batch_size: int = flag(0, "Sequences of all ranks together in one optimizer step; default: "
                                      "micro-batch-size x data-parallel size.")
+    gradient_accumulation_steps: int = flag(0, "Microbatches of each data-parallel rank in one optimizer step, instead "
+                                               "of --global-batch-size, or checked against it; default: what the batch "
+                                               "sizes make.", "--gradient-accumulation-steps", "--gas")
     rampup_batch_size: tuple[int, ...] = flag((), "START INCREMENT SAMPLES: grow the global batch size from START by "
                                                   "INCREMENT up to global-batch-size over SAMPLES (needs "
                                                   "--train-samples).", nargs=3, metavar="N")
@@ -275,7 +284,7 @@ class Train:
     train_iters: int = flag(0, "Iterations to train for (this or --train-samples is required).")
     train_samples: int = flag(0, "Samples to train for.")
     train_tokens: int = flag(0, "Stop also after this many tokens.")
-    exit_interval: int = flag(0, "Save and exit after an iteration divisible by this.")
+    exit_interval: int = flag(0, "Save and exit after an iteration divisible by this; 0: never.")
     exit_duration_in_mins: float = flag(0.0, "Save and exit after this many minutes.")
     exit_signal_handler: bool = flag(True, "Save and exit on SIGTERM (always on; accepted for compatibility).")
     exit_signal: str = flag("SIGTERM", "One more signal on which a run saves a checkpoint and exits; SIGTERM and "
@@ -341,6 +350,13 @@ class Checkpoint:
                          "warning.")
     save_interval: int = flag(0, "Iterations between checkpoints (required with --save).")
     ckpt_step: int = flag(0, "Load this iteration instead of the newest.")
+    finetune: bool = flag(False, "Load only the weights, and start at iteration 0 with a fresh optimizer and schedule.")
+    load_optimizer: bool = flag(True, "The optimizer's state is loaded; without it the run goes on at the checkpoint's "
+                                      "iteration with a fresh optimizer.", off="--no-load-optim")
+    save_optimizer: bool = flag(True, "The optimizer's state is saved; a checkpoint without it can be resumed only "
+                                      "with --no-load-optim or --finetune.", off="--no-save-optim")
+    pretrained_checkpoint: str = flag("", "Directory of the checkpoint whose weights the run starts from when --load "
+                                          "has no checkpoint, as with --finetune.")
     exit_on_missing_checkpoint: bool = flag(False, "Exit with an error when --load has nothing to load.")
 
 

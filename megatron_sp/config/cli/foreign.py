@@ -1,59 +1,26 @@
-"""Other people's spellings, translated into schema fields.
+"""Spellings of other frameworks, translated into fields of the schema.
 
-Every spelling *claims* a value for a field. Claims of one field by different spellings must agree;
-so a script that says ``--swiglu --squared-relu``, or one head count twice in two dialects, is told
-so instead of getting the last one.
+Each function reads some flags from ``Claims.given`` and claims values for fields; ``deepspeed.py`` and ``dialect.py``
+hold the longer translations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_sp.config.cli.claims import Claims
+from megatron_sp.config.cli.deepspeed import translate_deepspeed
+from megatron_sp.config.cli.dialect import GELU, translate_dialect
 from megatron_sp.config.cli.options import schema_options
 from megatron_sp.config.cli.presets import PRESETS
 from megatron_sp.config.cli.tables import EXPERT_COMPANIONS
-from megatron_sp.config.cli.values import parse_choice, parse_int, parse_words, strip_quotes
-
-
-@dataclass
-class Claims:
-    """What the command line says so far: values by field and spelling, notes, problems.
-
-    ``given`` maps each flag (normalised) to its last values; ``values`` maps ``section.field`` to
-    {spelling: value}; ``broken`` holds flags that were given with an unreadable value.
-    """
-
-    given: dict[str, list[str]] = field(default_factory=dict)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    broken: set[str] = field(default_factory=set)
-
-    def claim(self, key: str, value: Any, spelling: str) -> None:
-        """Say that ``spelling`` sets the field ``key`` to ``value``."""
-        self.values.setdefault(key, {})[spelling] = value
-
-    def claimed(self, key: str, default: Any = None) -> Any:
-        """The value that was claimed for ``key``."""
-        return next(iter(self.values.get(key, {}).values()), default)
-
-    def read(self, name: str, convert: Callable[[str], Any], default: Any = None) -> Any:
-        """The converted value of a one-valued flag; a value that does not convert becomes a problem."""
-        if name not in self.given or name in self.broken:
-            return default
-        try:
-            return convert(strip_quotes(self.given[name][0]))
-        except ValueError as error:
-            self.problems.append(f"{name}: {error}.")
-            self.broken.add(name)
-            return default
+from megatron_sp.config.cli.values import parse_choice, parse_int, parse_words
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A spelling that the schema does not declare: number of values, what it stands for."""
+    """A spelling that the schema does not declare: how many values it takes, and what it stands for."""
 
     nargs: int | str
     help: str
@@ -71,8 +38,10 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "--use-llama2-rotary-position-embeddings": ("model.position_embedding_type", "rope"),
     "--checkpoint-in-cpu": ("memory.offload_activations", 1.0),
     "--checkpoint-activations": ("memory.recompute_granularity", "full"),
-    "--deepspeed-activation-checkpointing": ("memory.recompute_granularity", "full"),
     "--recompute-activations": ("memory.recompute_granularity", "selective"),
+    "--enable-zb-runtime": ("parallel.pipeline_schedule", "zero-bubble"),
+    "--enable-zbh1-pipeline": ("parallel.pipeline_schedule", "zero-bubble"),
+    "--enable-zbh1-exact-semantics": ("parallel.pipeline_schedule", "zero-bubble"),
 }
 
 SWITCH_HELP: dict[str, str] = {
@@ -106,6 +75,21 @@ OTHERS: dict[str, Foreign] = {
     "--pipe-parallel-size": Foreign(1, "The same as --pipeline-model-parallel-size."),
     PRESET: Foreign(1, f"Fill in the model flags that are not given: {', '.join(PRESETS)}."),
     "--num-experts": Foreign("*", "1 is accepted: a dense model."),
+    GELU: Foreign(1, "none (exact GELU, the default) or tanh (its approximation, the same as --openai-gelu). Beside "
+                     "flags that only Megatron has, models with biases use tanh unless --no-bias-gelu-fusion is given, "
+                     "as in Megatron."),
+    "--deepspeed": Foreign(0, "Take sharding, precision, loss scale and clipping from --deepspeed_config."),
+    "--deepspeed-config": Foreign(1, "DeepSpeed's JSON file; needs --deepspeed."),
+    "--deepspeed-activation-checkpointing": Foreign(0, "No effect without --checkpoint-activations."),
+    "--decoder-first-pipeline-num-layers": Foreign(1, "Layers of the first pipeline rank; the others share the rest "
+                                                      "(--pipeline-layers)."),
+    "--decoder-last-pipeline-num-layers": Foreign(1, "Layers of the last pipeline rank; the others share the rest "
+                                                     "(--pipeline-layers)."),
+    "--account-for-embedding-in-pipeline-split": Foreign(0, "The first pipeline stage gets one layer less."),
+    "--account-for-loss-in-pipeline-split": Foreign(0, "The last pipeline stage gets one layer less."),
+    "--sliding-window": Foreign(1, "No effect at --seq-length or more; else refused."),
+    "--window-size": Foreign("*", "No effect at --seq-length or more; else refused."),
+    "--profile-steps": Foreign(1, "START,END: the same as --profile-step-start and --profile-step-end."),
 }
 
 
@@ -125,7 +109,8 @@ def translate(claims: Claims) -> None:
     for flag, (key, value) in SWITCHES.items():
         if flag in claims.given:
             claims.claim(key, value, flag)
-    for step in (_activation, _positions, _query_groups, _context_parallel, _zero, _others, _experts, _preset):
+    for step in (_activation, _positions, _query_groups, _context_parallel, _zero, _others, _experts, translate_deepspeed,
+                 _preset, translate_dialect):
         step(claims)
 
 
@@ -264,6 +249,15 @@ def _others(claims: Claims) -> None:
     size = claims.read("--pipe-parallel-size", parse_int)
     if size:
         claims.claim("parallel.pp", size, "--pipe-parallel-size")
+    words = (claims.read("--profile-steps", str) or "").split(",")
+    if words != [""]:
+        try:
+            start, end = map(parse_int, words)
+        except ValueError:
+            claims.problems.append(f"--profile-steps {','.join(words)}: give START,END, such as 2,3.")
+            return
+        claims.claim("logging.profile_step_start", start, "--profile-steps")
+        claims.claim("logging.profile_step_end", end, "--profile-steps")
 
 
 def _experts(claims: Claims) -> None:

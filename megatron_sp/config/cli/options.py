@@ -24,6 +24,7 @@ REFUSED_CHOICES: dict[str, dict[str, str]] = {
     "optimizer.optimizer": dict.fromkeys(
         ("muon", "dist_muon", "adaptive_muon", "lion", "soap"), "not supported here; use adam or sgd"),
     "data.dataloader_type": {"external": "not supported here; use single or cyclic"},
+    "memory.recompute_method": {"chunk": "not supported here; use uniform with --recompute-num-layers N, or block"},
 }
 
 

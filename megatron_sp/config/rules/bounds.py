@@ -48,7 +48,7 @@ BOUNDS: dict[str, Bound] = {
               "init_method_std embedding_init_method_std"),
     "model.rotary_percent": Bound(low=0, high=1, low_open=True),
     **_bounds(SHARE, "model", "attention_dropout hidden_dropout"),
-    **_bounds(POSITIVE_INT, "parallel", "tp pp ulysses ring ulysses_overlap_groups fsdp_size sequence_split "
+    **_bounds(POSITIVE_INT, "parallel", "tp pp ulysses ring ulysses_overlap_groups fsdp_size fsdp_replicas sequence_split "
               "devices_per_node"),
     "parallel.zero_stage": Bound(low=0, high=3),
     "parallel.distributed_timeout_minutes": Bound(low=0, high=525_600, low_open=True),  # a year
@@ -66,12 +66,12 @@ BOUNDS: dict[str, Bound] = {
     "train.train_tokens": TOKENS,
     "schedule.lr_warmup_fraction": SHARE,
     **_bounds(POSITIVE_INT, "train", "micro_batch_size global_batch_size train_iters train_samples "
-              "exit_interval eval_interval"),
+              "gradient_accumulation_steps eval_interval"),
     "train.exit_duration_in_mins": POSITIVE,
     "train.seed": Bound(low=0, high=2**32 - 1),  # numpy's
     "train.eval_iters": NOT_NEGATIVE,
     "train.rampup_batch_size": POSITIVE_INT,
-    **_bounds(NOT_NEGATIVE, "train", "check_replicas manual_gc_interval"),
+    **_bounds(NOT_NEGATIVE, "train", "check_replicas manual_gc_interval exit_interval"),
     **_bounds(POSITIVE_INT, "memory", "recompute_num_layers loss_tile_size mlp_tile_size attention_head_groups"),
     "memory.offload_activations": Bound(low=0, high=1),
     "checkpoint.save_interval": POSITIVE_INT,

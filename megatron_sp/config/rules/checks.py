@@ -9,7 +9,7 @@ from megatron_sp.config.rules.bounds import BOUNDS, bound_problem
 from megatron_sp.config.rules.data import check_data, check_tokenizer
 from megatron_sp.config.rules.memory import check_memory
 from megatron_sp.config.rules.pipeline import check_pipeline, check_ring
-from megatron_sp.config.rules.schedule import check_schedule, check_weight_decay
+from megatron_sp.config.rules.schedule import check_schedule, check_weight_decay, horizon_notes
 from megatron_sp.config.rules.sizes import check_batch, check_model, check_overlap, check_parallel, check_sequence
 from megatron_sp.config.schema import Data, Run
 from megatron_sp.errors import ConfigError
@@ -27,17 +27,23 @@ def check(run: Run) -> None:
         raise ConfigError(problems)
 
 
-def check_problems(run: Run) -> list[str]:
-    """Every broken rule of a resolved run, one sentence each; looks at no files."""
+def check_problems(run: Run, plan: bool = False) -> list[str]:
+    """Return every broken rule of a resolved run, one sentence each. Looks at no files.
+
+    Args:
+        plan: leave out the rules about data, tokenizer, checkpoints and logs, which a plan does not depend on.
+    """
     topics: tuple[Callable[[Run], list[str]], ...] = (
         check_required, check_bounds, check_model, check_parallel, check_overlap, check_pipeline,
         check_ring, check_memory, check_sequence, check_batch, check_length, check_schedule, check_weight_decay,
-        check_precision, check_kernels, check_data, check_tokenizer, check_checkpoint, check_logging)
+        check_precision, check_kernels)
+    if not plan:
+        topics += (check_data, check_tokenizer, check_checkpoint, check_logging)
     return [problem for topic in topics for problem in topic(run)]
 
 
 def check_required(run: Run) -> list[str]:
-    """Flags without which nothing can be built."""
+    """Return which flags are missing without which nothing can be built."""
     needed = {"--num-layers": run.model.num_layers, "--hidden-size": run.model.hidden_size,
               "--num-attention-heads": run.model.num_attention_heads, "--seq-length": run.data.seq_length,
               "--lr": run.schedule.lr}
@@ -128,15 +134,18 @@ def check_checkpoint(run: Run) -> list[str]:
         found.append(f"--ckpt-step {checkpoint.ckpt_step} needs --load.")
     if checkpoint.exit_on_missing_checkpoint and not checkpoint.load:
         found.append("--exit-on-missing-checkpoint needs --load.")
+    if checkpoint.pretrained_checkpoint and run.train.skip_train:
+        found.append(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} is what training starts from; with "
+                     "--skip-train say --load.")
     return found
 
 
 def advice(run: Run) -> list[str]:
-    """Notes on what was chosen for the user, and on flags that have no effect in this run."""
+    """Return notes on what was chosen for the user, and on flags that have no effect in this run."""
     notes = [note] if (note := split_note(run.parallel, run.model)) else []
     if run.parallel.megatron_sp and run.parallel.tp == 1:
-        notes.append("--sequence-parallel has no effect at --tensor-model-parallel-size 1 (to split sequences over "
-                     "ranks say --ulysses-size N).")
+        notes.append("--sequence-parallel has no effect at --tensor-model-parallel-size 1"
+                     + (" (to split sequences over ranks say --ulysses-size N)." if run.parallel.sp == 1 else "."))
     if run.precision.loss_scale and not run.precision.fp16:
         notes.append(f"--loss-scale {run.precision.loss_scale:g} has no effect without --fp16.")
     if run.parallel.ring > 1 and run.train.attention_backend != "auto":
@@ -146,6 +155,11 @@ def advice(run: Run) -> list[str]:
         notes.append("--grad-reduce-in-bf16 has no effect without --bf16 or --fp16.")
     if (run.data.train_data_path or run.data.mock_data) and run.data.split != Data().split:
         notes.append(f"--split {run.data.split} has no effect: it divides the documents of --data-path.")
+    if run.checkpoint.finetune and not run.checkpoint.load:
+        notes.append("--finetune has no effect without --load.")
+    if not run.checkpoint.load_optimizer and not run.checkpoint.load:
+        notes.append("--no-load-optim has no effect without --load.")
+    notes += horizon_notes(run)
     if run.train.manual_gc_interval and not run.train.manual_gc:
         notes.append(f"--manual-gc-interval {run.train.manual_gc_interval} has no effect without --manual-gc.")
     return notes

@@ -24,7 +24,7 @@ def check_pipeline(run: Run) -> list[str]:
         return [f"{flag} needs --pipeline-model-parallel-size 2 or more." for flag, is_used in used.items() if is_used]
     found = []
     virtual = parallel.layers_per_virtual_stage
-    if virtual and model.num_layers % (parallel.pp * virtual):
+    if virtual and model.num_layers % (parallel.pp * virtual) and not parallel.pipeline_layers:
         found.append(f"--num-layers {model.num_layers} is not a multiple of --pipeline-model-parallel-size "
                      f"{parallel.pp} x --num-layers-per-virtual-pipeline-stage {virtual} = {parallel.pp * virtual}; "
                      "give the layers of each stage with --pipeline-layers, or change one of the three.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from megatron_sp.config.rules.sizes import check_batch
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.batch_size import BatchSize
 
 
 def check_schedule(run: Run) -> list[str]:
@@ -112,3 +114,18 @@ def check_weight_decay(run: Run) -> list[str]:
     ends = {"--start-weight-decay": optimizer.start_weight_decay, "--end-weight-decay": optimizer.end_weight_decay}
     return [f"{flag} {value:g} needs --weight-decay-incr-style linear or cosine." for flag, value in ends.items()
             if value != optimizer.weight_decay]
+
+
+def horizon_notes(run: Run) -> list[str]:
+    """Return a note where the batch grows and iterations therefore mean fewer samples than in Megatron."""
+    iterations, train = run.schedule.lr_decay_iters, run.train
+    if not iterations or iterations == train.train_iters or not train.step_batch_size_schedule:
+        return []
+    if check_batch(run):
+        return []      # the batch sizes are reported as wrong
+    batch = BatchSize.of(run)
+    here, there = batch.samples(iterations), iterations * batch.last
+    return [] if here == there else [
+        f"--lr-decay-iters {iterations} is {here} samples, with the batch size that each iteration has. Megatron counts "
+        f"every iteration with the last batch size, {there} samples; for its horizon say --train-samples and "
+        f"--lr-decay-samples {there}."]

@@ -48,6 +48,10 @@ def check_parallel(run: Run) -> list[str]:
         found.append(f"--fsdp-size {parallel.fsdp_size} is not a divisor of the data- and "
                      f"sequence-parallel size {parallel.fsdp} ({world} / (--tensor-model-parallel-size {tp} x "
                      f"--pipeline-model-parallel-size {pp})).")
+    elif parallel.fsdp_replicas > 1 and parallel.fsdp_size * parallel.fsdp_replicas != parallel.fsdp:
+        found.append(f"--num-distributed-optimizer-instances {parallel.fsdp_replicas} x --fsdp-size "
+                     f"{parallel.fsdp_size} is not the data- and sequence-parallel size {parallel.fsdp}; give one of "
+                     "the two, as a divisor of it.")
     heads = model.num_attention_heads
     if heads > 0 and heads % tp:
         valid = [str(size) for size in range(1, heads + 1) if heads % size == 0]
@@ -138,6 +142,11 @@ def check_batch(run: Run) -> list[str]:
     elif train.global_batch_size % step and not rounding:
         found.append(f"--global-batch-size {train.global_batch_size} is not a multiple of {spelled}; "
                      f"{nearest(nearest_multiples(train.global_batch_size, step))}.")
+    steps = train.gradient_accumulation_steps
+    if steps and not found and train.global_batch_size // step != steps:
+        found.append(f"--gradient-accumulation-steps {steps} and --global-batch-size {train.global_batch_size} "
+                     f"contradict each other: {spelled}, so there are {train.global_batch_size // step} microbatches "
+                     "in a step; leave one of the two out.")
     return found + _rampup(run, step, spelled)
 
 

@@ -1,0 +1,108 @@
+"""Answers to flags that set no field: one line for those without effect, a refusal by name, or a guess at a typo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from megatron_sp.config.cli import tables
+from megatron_sp.config.cli.claims import Claims
+from megatron_sp.config.cli.values import parse_words, strip_quotes
+
+#: Words shown of a flag with many values.
+WORDS_SHOWN = 4
+
+
+def answer_tables(claims: Claims) -> None:
+    """Answer every flag of ``tables``: one note for hints, one for ignored flags, one problem for each refused rule."""
+    given = claims.given
+    hints = [name for name in given if name in tables.HINTS and name != "--local-rank"]
+    if hints:
+        claims.notes.append(f"Accepted as hints, without effect here: {', '.join(hints)}.")
+    ignored = _grouped({name: reason for name, (_, reason) in tables.IGNORED.items() if name in given}, given)
+    if ignored:
+        claims.notes.append(f"Ignored: {'; '.join(f'{flags} ({reason})' for flags, reason in ignored)}.")
+    refused = {name: entry.reason for name, entry in tables.REFUSED.items() if _is_refused(name, entry, given)}
+    claims.problems += [f"{flags}: {reason}." for flags, reason in _grouped(refused, given)]
+    run_only = {name: entry.reason for name, entry in tables.RUN_ONLY.items() if _is_refused(name, entry, given)}
+    if claims.plan and run_only:
+        claims.notes.append("No part of a plan, but refused in a run: "
+                            + "; ".join(f"{flags} ({reason})" for flags, reason in _grouped(run_only, given)) + ".")
+    elif run_only:
+        claims.problems += [f"{flags}: {reason}." for flags, reason in _grouped(run_only, given)]
+
+
+def accepts_tokenizer(key: str, name: str, claims: Claims) -> bool:
+    """Return whether an unknown tokenizer has been answered: noted in a plan, refused with a replacement in a run."""
+    if key != "data.tokenizer_type":
+        return False
+    kind = strip_quotes(claims.given[name][0])
+    instead = {word.lower(): cure for word, cure in tables.FOREIGN_TOKENIZERS.items()}.get(kind.lower(), "")
+    if claims.plan:
+        claims.notes.append(f"{name} {kind}: no part of a plan, but refused in a run"
+                            + (f"; use {instead}." if instead else "."))
+        return True
+    if instead:
+        claims.problems.append(f"{name} {kind} is not supported; use {name} {instead}.")
+    return bool(instead)
+
+
+def _grouped(reasons: Mapping[str, str], given: Mapping[str, list[str]]) -> list[tuple[str, str]]:
+    """Return (flags with their values, reason), flags of one reason together."""
+    flags: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        flags.setdefault(reason, []).append(" ".join([name, *parse_words(given[name])[:WORDS_SHOWN]]))
+    return [(", ".join(names), reason) for reason, names in flags.items()]
+
+
+def _is_refused(name: str, refusal: tables.Refusal, given: Mapping[str, list[str]]) -> bool:
+    """Whether a flag is given with a value that changes something, beside the flag that it needs to do so."""
+    if name not in given or refusal.not_beside in given or (refusal.only_with and refusal.only_with not in given):
+        return False
+    values = given[name]
+    return not (refusal.harmless and len(values) == 1
+                and _folded(strip_quotes(values[0])) in {_folded(value) for value in refusal.harmless})
+
+
+def _folded(text: str) -> str:
+    """One form for all spellings of a number or word."""
+    try:
+        return repr(float(text))
+    except ValueError:
+        return text.lower()
+
+
+# --- unknown flags ------------------------------------------------------------------------------------------------
+
+def report_unknown(written: str, name: str, known: Iterable[str], claims: Claims) -> None:
+    """Report an unknown flag, with the accepted flag that is one typing mistake away."""
+    near = nearest_flag(name, (flag for flag in known if flag not in tables.REFUSED and flag not in tables.RUN_ONLY))
+    if near:
+        claims.broken.add(near)
+    hint = f"; did you mean {near}?" if near else "; --help lists all flags."
+    claims.problems.append(f"Unknown flag {written}{hint}")
+
+
+def nearest_flag(name: str, known: Iterable[str]) -> str:
+    """Return the known flag whose words are those of ``name`` but for typing mistakes or one missing word; else ""."""
+    best, best_score = "", 0.0
+    words = name[2:].lower().split("-")
+    for flag in known:
+        score = _likeness(words, flag[2:].lower().split("-"))
+        if score > best_score:
+            best, best_score = flag, score
+    return best
+
+
+def _likeness(words: list[str], others: list[str]) -> float:
+    """Return how alike two flags are, above 0 only where one is likely a slip of the other."""
+    import difflib
+
+    if len(words) == len(others):
+        ratios = [difflib.SequenceMatcher(None, word, other).ratio() for word, other in zip(words, others, strict=True)]
+        return sum(ratios) / len(ratios) if min(ratios) >= 0.75 else 0.0
+    longer, shorter = sorted((words, others), key=len, reverse=True)
+    if len(longer) == len(shorter) + 1 and len(shorter) >= 2 and any(
+            longer[:place] + longer[place + 1:] == shorter for place in range(len(longer))):
+        return len(shorter) / len(longer)
+    joined = difflib.SequenceMatcher(None, "".join(words), "".join(others)).ratio()
+    return joined * 0.5 if joined >= 0.95 else 0.0

@@ -1,0 +1,235 @@
+"""``--deepspeed --deepspeed_config FILE``: which keys of DeepSpeed's JSON file set fields, and what becomes of others.
+
+Under ``--deepspeed`` the file decides about sharding, precision, the loss scale and clipping; Megatron-DeepSpeed's
+flags decide about the batch. Where both speak, that order holds here too, and a note names the difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from megatron_sp.config.cli.claims import Claims
+from megatron_sp.config.cli.values import strip_quotes
+
+SWITCH, FILE = "--deepspeed", "--deepspeed-config"
+#: Flags without meaning under --deepspeed, where the file decides: field -> flag.
+LOSS_SCALE_FLAGS = {
+    "precision.loss_scale": "--loss-scale", "precision.initial_loss_scale": "--initial-loss-scale",
+    "precision.min_loss_scale": "--min-loss-scale", "precision.loss_scale_window": "--loss-scale-window",
+    "precision.hysteresis": "--hysteresis"}
+#: DeepSpeed's defaults of its ``fp16`` section, as fields.
+DYNAMIC_SCALE: dict[str, Any] = {
+    "precision.initial_loss_scale": 2.0**16, "precision.min_loss_scale": 1.0, "precision.loss_scale_window": 1000,
+    "precision.hysteresis": 2}
+#: Sections that change the mathematics when their "enabled" is true, and why they are refused.
+REFUSED_SECTIONS = {
+    "curriculum_learning": "sequences that grow during training are not supported",
+    "curriculum_learning_legacy": "sequences that grow during training are not supported",
+    "data_efficiency": "curriculum learning and token dropping are not supported",
+    "compression_training": "compression during training is not supported",
+    "progressive_layer_drop": "dropping layers is not supported",
+    "eigenvalue": "it steers compression, which is not supported",
+    "amp": "mixed precision of apex is not supported; enable fp16 or bf16 instead",
+    "sparse_attention": "sparse attention is not supported",
+    "autotuning": "tools/plan.py looks for a layout instead",
+}
+#: Keys that set fields; the functions below read them.
+HONOURED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+            "zero_optimization", "fp16", "bf16", "bfloat16", "data_types"}
+
+
+def translate_deepspeed(claims: Claims) -> None:
+    """Turn DeepSpeed's two flags and the keys of its file into claims, notes and problems."""
+    if SWITCH not in claims.given:
+        if FILE in claims.given:
+            claims.notes.append("--deepspeed_config has no effect without --deepspeed: the flags decide.")
+        return
+    config = _read_file(claims)
+    _refuse_sections(config, claims)
+    _sharding(config, claims)
+    _precision(config, claims)
+    _batch(config, claims)
+    _clipping(config, claims)
+    others = sorted(key for key in config if key not in HONOURED and key not in REFUSED_SECTIONS)
+    if others:
+        claims.notes.append(f"Keys of {_file(claims)} that have no effect here: {', '.join(others)}.")
+
+
+def _file(claims: Claims) -> str:
+    return strip_quotes((claims.given.get(FILE) or ["DeepSpeed's file"])[0])
+
+
+def _read_file(claims: Claims) -> dict[str, Any]:
+    """Return the file's object, empty when there is none to read."""
+    if FILE not in claims.given or FILE in claims.broken:
+        claims.notes.append("--deepspeed without --deepspeed_config: the flags decide.")
+        return {}
+    path = _file(claims)
+    if not os.path.exists(path):
+        if claims.plan:
+            claims.notes.append(f"--deepspeed_config {path}: there is no such file; this plan takes the flags alone.")
+        else:
+            claims.problems.append(f"--deepspeed_config {path}: there is no such file; name the file, or leave "
+                                   "--deepspeed and --deepspeed_config out and let the flags decide.")
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError) as error:
+        claims.problems.append(f"--deepspeed_config {path} cannot be read as JSON: {error}.")
+        return {}
+    if not isinstance(config, dict):
+        claims.problems.append(f"--deepspeed_config {path} holds no JSON object: it must begin with {{.")
+        return {}
+    return config
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _value(config: dict[str, Any], path: str, claims: Claims, kind: type = float) -> Any:
+    """Return the number (or, with ``bool``, the truth) under a dotted key; None where it is absent or "auto"."""
+    *sections, key = path.split(".")
+    for name in sections:
+        config = _section(config, name)
+    value = config.get(key)
+    if value is None or value == "auto":
+        return None
+    if kind is bool:
+        if not isinstance(value, bool):
+            claims.problems.append(f"{path} of {_file(claims)} is {value!r}; it must be true or false.")
+            return None
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (
+            kind is int and value != int(value)):
+        claims.problems.append(f"{path} of {_file(claims)} is {value!r}; it must be a "
+                               f"{'whole ' if kind is int else ''}number of 0 or more, or \"auto\".")
+        return None
+    return kind(value)
+
+
+def _name(path: str, value: Any, claims: Claims) -> str:
+    """Return how messages call a value of the file."""
+    said = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{path} {said} in {_file(claims)}"
+
+
+def _refuse_sections(config: dict[str, Any], claims: Claims) -> None:
+    for name, reason in REFUSED_SECTIONS.items():
+        if _section(config, name).get("enabled") is True:
+            claims.problems.append(f"{name}.enabled true in {_file(claims)}: {reason}; set it to false.")
+
+
+def _sharding(config: dict[str, Any], claims: Claims) -> None:
+    """The ZeRO stage of the file wins over the flag, as in Megatron-DeepSpeed; offload goes to the optimizer."""
+    stage = _value(config, "zero_optimization.stage", claims, int)
+    if stage is not None and stage > 3:
+        claims.problems.append(f"{_name('zero_optimization.stage', stage, claims)}: there are stages 0 to 3.")
+    elif stage is not None:
+        _file_wins("parallel.zero_stage", "zero_optimization.stage", stage, claims)
+    zero = _section(config, "zero_optimization")
+    device = str(_section(zero, "offload_optimizer").get("device", "cpu" if zero.get("cpu_offload") else "none"))
+    if device not in ("none", "cpu", "nvme"):
+        claims.problems.append(f"zero_optimization.offload_optimizer.device of {_file(claims)} is {device!r}; it must "
+                               "be none, cpu or nvme.")
+    elif device != "none":
+        claims.claim("memory.offload_optimizer", True, f"offload_optimizer in {_file(claims)}")
+        if device == "nvme":
+            claims.notes.append(f"{_name('offload_optimizer.device', device, claims)}: optimizer states are kept in "
+                                "host memory instead.")
+    if str(_section(zero, "offload_param").get("device", "none")) != "none":
+        claims.notes.append(f"offload_param in {_file(claims)}: parameters stay on the devices; ZeRO stage 3 shards "
+                            "them.")
+
+
+def _file_wins(key: str, path: str, value: Any, claims: Claims) -> None:
+    """Claim a value of the file for a field; a note names the flags that say something else."""
+    others = {spelling: said for spelling, said in claims.values.get(key, {}).items() if said != value}
+    for spelling, said in others.items():
+        claims.notes.append(f"{_name(path, value, claims)} counts, not {spelling} {said}: under --deepspeed the file "
+                            "decides.")
+    claims.claim_alone(key, value, _name(path, value, claims))
+
+
+def _precision(config: dict[str, Any], claims: Claims) -> None:
+    """Types, loss scale and the type of gradient sums."""
+    for kind, sections in (("fp16", ("fp16",)), ("bf16", ("bf16", "bfloat16"))):
+        key, other = f"precision.{kind}", "--bf16" if kind == "fp16" else "--fp16"
+        enabled = [value for name in sections if (value := _value(config, f"{name}.enabled", claims, bool)) is not None]
+        if True in enabled and not claims.claimed(key) and claims.claimed(f"precision.{other[2:]}"):
+            claims.problems.append(f"{other} and {_name(f'{sections[0]}.enabled', True, claims)} contradict each "
+                                   "other; keep one of them.")
+        elif True in enabled and not claims.claimed(key):
+            claims.claim(key, True, _name(f"{sections[0]}.enabled", True, claims))
+        elif False in enabled and True not in enabled and claims.claimed(key):
+            claims.problems.append(f"--{kind} and {_name(f'{sections[0]}.enabled', False, claims)} contradict each "
+                                   "other; set it to true, or leave the flag out.")
+    sums = str(_section(config, "data_types").get("grad_accum_dtype", "auto"))
+    if sums == "bf16":
+        claims.claim("precision.grad_reduce_in_bf16", True, f"data_types.grad_accum_dtype bf16 in {_file(claims)}")
+    elif sums not in ("fp32", "auto", "None"):
+        claims.problems.append(f"data_types.grad_accum_dtype {sums} in {_file(claims)} is not supported; use fp32 or "
+                               "bf16.")
+    if claims.claimed("precision.fp16"):
+        _loss_scale(config, claims)
+
+
+def _loss_scale(config: dict[str, Any], claims: Claims) -> None:
+    """Under --deepspeed the flags of the loss scale do nothing: the file, or DeepSpeed's defaults, decide."""
+    silenced = [f"{flag} {claims.claimed(key):g}" for key, flag in LOSS_SCALE_FLAGS.items() if claims.values.get(key)]
+    for key in LOSS_SCALE_FLAGS:
+        claims.values.pop(key, None)
+    static = _value(config, "fp16.loss_scale", claims)
+    scale = dict(DYNAMIC_SCALE)
+    for key, name, kind in (("min_loss_scale", "min_loss_scale", float), ("hysteresis", "hysteresis", int),
+                            ("loss_scale_window", "loss_scale_window", int)):
+        value = _value(config, f"fp16.{name}", claims, kind)
+        scale[f"precision.{key}"] = value or scale[f"precision.{key}"]
+    power = _value(config, "fp16.initial_scale_power", claims, int)
+    if power is not None:
+        scale["precision.initial_loss_scale"] = 2.0**min(power, 127)
+    scale["precision.min_loss_scale"] = min(scale["precision.min_loss_scale"], scale["precision.initial_loss_scale"])
+    if static:
+        scale = {"precision.loss_scale": static}
+    for key, value in scale.items():
+        claims.claim(key, value, f"fp16 in {_file(claims)}")
+    if silenced:
+        chosen = f"the static scale {static:g}" if static else (
+            f"a dynamic scale that starts at {scale['precision.initial_loss_scale']:g}")
+        claims.notes.append(f"{', '.join(silenced)} {'has' if len(silenced) == 1 else 'have'} no effect under "
+                            f"--deepspeed, where the file's fp16 section decides: {chosen} is used.")
+
+
+def _batch(config: dict[str, Any], claims: Claims) -> None:
+    """The flags win over the file's batch, as in Megatron-DeepSpeed; a note names what differs."""
+    keys = {"train.global_batch_size": "train_batch_size", "train.micro_batch_size": "train_micro_batch_size_per_gpu",
+            "train.gradient_accumulation_steps": "gradient_accumulation_steps"}
+    given = {key: value for key, path in keys.items() if (value := _value(config, path, claims, int))}
+    if len(given) == 3:
+        whole, micro, steps = given.values()
+        if whole % (micro * steps):
+            claims.problems.append(f"train_batch_size {whole} in {_file(claims)} is not a multiple of "
+                                   f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps}.")
+    speaks = any(claims.values.get(key) for key in ("train.global_batch_size", "train.step_batch_size_schedule"))
+    for key, value in given.items():
+        said = claims.claimed(key)
+        if said is not None and said != value:
+            claims.notes.append(f"{next(iter(claims.values[key]))} {said} counts, not "
+                                f"{_name(keys[key], value, claims)}: about the batch the flags decide.")
+        elif said is None and not (speaks and key != "train.micro_batch_size") and not (
+                key == "train.gradient_accumulation_steps" and "train.global_batch_size" in given):
+            claims.claim(key, value, _name(keys[key], value, claims))
+
+
+def _clipping(config: dict[str, Any], claims: Claims) -> None:
+    value = _value(config, "gradient_clipping", claims)
+    if value is not None:
+        _file_wins("optimizer.clip_grad", "gradient_clipping", value, claims)
+    elif config and claims.claimed("optimizer.clip_grad", 1.0):
+        claims.notes.append(f"{_file(claims)} has no gradient_clipping, so DeepSpeed would not clip; here --clip-grad "
+                            f"{claims.claimed('optimizer.clip_grad', 1.0):g} clips. Give --clip-grad 0 for no "
+                            "clipping.")

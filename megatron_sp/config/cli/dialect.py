@@ -1,0 +1,150 @@
+"""What a command line in Megatron's dialect means where the same flags, or no flags, mean something else here."""
+
+from __future__ import annotations
+
+from megatron_sp.config.cli.claims import Claims
+from megatron_sp.config.cli.tables import HINTS
+from megatron_sp.config.cli.values import parse_choice, parse_int, parse_words, strip_quotes
+
+#: Hints that people also give to this project's own command lines; they are no sign of Megatron's dialect.
+_NO_SIGN = {"--local-rank", "--calculate-per-token-loss", "--deterministic-mode", "--use-cpu-initialization"}
+GELU = "--gelu-approximation"
+FUSED_GELU = "Megatron's fused GELU"
+
+
+def translate_dialect(claims: Claims) -> None:
+    """Add what Megatron means and does not say; a note names each such reading once."""
+    for step in (_recomputation, _stage_layers, _window, _same_data_twice, _gelu, _loss_mean):
+        step(claims)
+
+
+def is_megatrons(claims: Claims) -> bool:
+    """Return whether a flag is given that only Megatron-LM or Megatron-DeepSpeed has."""
+    return "--deepspeed" in claims.given or any(name in HINTS and name not in _NO_SIGN for name in claims.given)
+
+
+def _gelu(claims: Claims) -> None:
+    """Megatron computes GELU with biases by its tanh approximation, unless its fusion is off."""
+    key = "model.activation"
+    asked = claims.read(GELU, lambda text: parse_choice(text, ("none", "tanh")))
+    if asked:
+        claims.claim(key, "openai_gelu" if asked == "tanh" else "gelu", GELU)
+    fuses = "--no-bias-gelu-fusion" not in claims.given and claims.claimed("model.add_bias_linear", True)
+    if asked or GELU in claims.broken or not fuses or claims.claimed(key) or not is_megatrons(claims):
+        return
+    claims.claim(key, "openai_gelu", FUSED_GELU)
+    claims.notes.append("GELU is computed by its tanh approximation, as Megatron does without --no-bias-gelu-fusion "
+                        f"(this command line has Megatron's flags). Say {GELU} none for the exact GELU.")
+
+
+def _loss_mean(claims: Claims) -> None:
+    """Megatron's default mean over microbatches differs from the mean over tokens where masks differ."""
+    if claims.claimed("data.eod_mask_loss") and "--calculate-per-token-loss" not in claims.given and (
+            is_megatrons(claims)):
+        claims.notes.append("The loss is the mean over the valid tokens of the whole global batch, as under Megatron's "
+                            "--calculate-per-token-loss. With --eod-mask-loss and without that flag Megatron averages "
+                            "the means of the microbatches, which differs slightly.")
+
+
+def _recomputation(claims: Claims) -> None:
+    """Old Megatron's method turns recomputation on; DeepSpeed's switch alone does not."""
+    key, method, deepspeed = ("memory.recompute_granularity", "--activations-checkpoint-method",
+                              "--deepspeed-activation-checkpointing")
+    if method in claims.values.get("memory.recompute_method", {}) and claims.claimed(key) is None:
+        claims.claim(key, "full", method)
+        claims.notes.append(f"{method} turns recomputation of whole layers on, as in Megatron of 2021 "
+                            "(--recompute-granularity full).")
+    if deepspeed in claims.given and claims.claimed(key) is None:
+        claims.notes.append(f"{deepspeed} alone has no effect, as in Megatron-DeepSpeed; add --checkpoint-activations "
+                            "to recompute activations.")
+
+
+def _window(claims: Claims) -> None:
+    """A window as long as the sequence hides nothing; a shorter one changes the model."""
+    for flag in ("--sliding-window", "--window-size"):
+        words = [part for word in parse_words(claims.given.get(flag, [])) for part in strip_quotes(word).split(",")]
+        try:
+            size = parse_int(words[0].strip("()[] ")) if words and words[0] else None
+        except ValueError as error:
+            claims.problems.append(f"{flag}: {error}.")
+            continue
+        length = claims.claimed("data.seq_length")
+        if size is None:
+            continue
+        if size == -1 or (length is not None and size >= length):
+            claims.notes.append(f"{flag} {size} has no effect: every token sees all {length or ''} tokens before it."
+                                .replace("  ", " "))
+        else:
+            claims.problems.append(f"{flag} {size}: sliding-window attention is not supported; leave the flag out for "
+                                   "attention to the whole sequence.")
+
+
+def _same_data_twice(claims: Claims) -> None:
+    """Some forks name the training data by both flags."""
+    whole, train = claims.claimed("data.data_path"), claims.claimed("data.train_data_path")
+    if not whole or whole != train:
+        return
+    others = claims.values.get("data.valid_data_path") or claims.values.get("data.test_data_path")
+    kept, dropped = ("--train-data-path", "--data-path") if others else ("--data-path", "--train-data-path")
+    claims.values.pop("data.data_path" if others else "data.train_data_path")
+    claims.notes.append(f"{dropped} names the same data as {kept}; {kept} counts.")
+
+
+# --- layers of pipeline stages ------------------------------------------------------------------------------------
+
+def _stage_layers(claims: Claims) -> None:
+    """Megatron's ways to give the first and last stage another number of layers, as ``--pipeline-layers``."""
+    first = claims.read("--decoder-first-pipeline-num-layers", parse_int)
+    last = claims.read("--decoder-last-pipeline-num-layers", parse_int)
+    stages, layers = claims.claimed("parallel.pp", 1), claims.claimed("model.num_layers")
+    if first is not None or last is not None:
+        if layers and stages > 1:
+            _uneven_ends(claims, first, last, stages, layers)
+        return
+    counted = {flag: flag in claims.given for flag in (
+        "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")}
+    if any(counted.values()) and layers and stages > 1:
+        _counted_ends(claims, counted, stages, layers)
+
+
+def _uneven_ends(claims: Claims, first: int | None, last: int | None, stages: int, layers: int) -> None:
+    """The first and last rank get the given numbers; the ranks between them share the rest equally."""
+    flags = " ".join(f"--decoder-{name}-pipeline-num-layers {value}" for name, value in (
+        ("first", first), ("last", last)) if value is not None)
+    inner = stages - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    per_rank = claims.claimed("parallel.stages_per_rank", 1)
+    if rest < inner or (inner and rest % inner) or (not inner and rest):
+        claims.problems.append(f"{flags} leaves {rest} of --num-layers {layers} for the {inner} other stages, which "
+                               "does not divide; give the layers of every stage with --pipeline-layers instead.")
+        return
+    ranks = [rest // inner] * inner if inner else []
+    ranks = ([first] if first is not None else []) + ranks + ([last] if last is not None else [])
+    odd = [count for count in ranks if count % per_rank or not count]
+    if odd:
+        claims.problems.append(f"{flags} gives a rank {odd[0]} layers, which does not divide into {per_rank} stages "
+                               "per rank; give the layers of every stage with --pipeline-layers instead.")
+        return
+    claims.claim("parallel.pipeline_layers", tuple(count // per_rank for count in ranks) * per_rank, flags)
+
+
+def _counted_ends(claims: Claims, counted: dict[str, bool], stages: int, layers: int) -> None:
+    """Embedding and loss count as one layer each: the first and the last stage get one layer less."""
+    embedding, loss = counted.values()
+    total = layers + embedding + loss
+    each_virtual = claims.claimed("parallel.layers_per_virtual_stage")
+    per_rank = total // (stages * each_virtual) if each_virtual else claims.claimed("parallel.stages_per_rank", 1)
+    number = stages * per_rank
+    size = total // number if number else 0
+    flags = " ".join(flag for flag, given in counted.items() if given)
+    if not number or total % number or size - embedding < 1 or size - loss < 1:
+        claims.notes.append(f"{flags}: embedding and loss are counted when layers are split over stages, here by what "
+                            "they compute.")
+        return
+    sizes = [size] * number
+    sizes[0] -= embedding
+    sizes[-1] -= loss
+    claims.claim("parallel.pipeline_layers", tuple(sizes), flags)
+    if each_virtual:
+        claims.values.pop("parallel.layers_per_virtual_stage")
+        claims.claim("parallel.stages_per_rank", per_rank, "--num-layers-per-virtual-pipeline-stage")
