@@ -1,10 +1,12 @@
 """Pretrain a GPT or Llama-type model: ``torchrun --nproc-per-node N pretrain_gpt.py FLAGS`` or one plain process.
 
-Flags are Megatron's; ``--help`` lists them. Mistakes in them are reported before torch is imported.
+Flags are Megatron's; ``--help`` lists them. Mistakes in them are reported before torch is imported. ``--dry-run``
+prints what a run will do and need, and starts nothing.
 """
 
 import time
 
+from megatron_sp.config.cli.plan_flags import split_plan_flags
 from megatron_sp.config.load import load_run
 from megatron_sp.runtime import launch_environment, run_program
 from megatron_sp.train.signals import StopSignals
@@ -13,6 +15,11 @@ from megatron_sp.train.signals import StopSignals
 def main(argv: list[str]) -> int:
     started = time.monotonic()
     environment = launch_environment()
+    plan, argv = split_plan_flags(argv)
+    if plan is not None:
+        from megatron_sp.plan.dry_run import dry_run
+
+        return dry_run(plan, argv, environment.world_size, environment.local_world_size) if environment.rank == 0 else 0
     run, notes = load_run(argv, environment.world_size, devices_per_node=environment.local_world_size)
     signals = StopSignals.of(run)   # before anything that takes time
 

@@ -31,7 +31,8 @@ class ConfigError(UserError):
         head = "1 problem" if count == 1 else f"{count} problems"
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
         said = "".join(f"\n  - {note}" for note in self.notes)
-        super().__init__(f"{head} in the command line:\n{lines}" + (f"\nNotes on the rest of it:{said}" if said else ""))
+        more = f"\nNotes on the rest of it:{said}" if said else ""
+        super().__init__(f"{head} in the command line:\n{lines}{more}")
 
 
 class DataError(UserError):

@@ -49,7 +49,7 @@ def save_checkpoint(directory: str | Path, iteration: int, model: nn.Module, opt
             of this one is removed.
     """
     directory = Path(directory)
-    optimizer_state = optimizer_pieces(model, optimizer, run.model)
+    optimizer_state = optimizer_pieces(model, optimizer, run.model) if run.checkpoint.save_optimizer else {}
     pieces = model_pieces(model, run.model) | optimizer_state
     plain = {"format": files.FORMAT, "iteration": iteration, "vocab_size": run.model.vocab_size,
              "optimizer": type(optimizer).__name__ if optimizer_state else None, **state, "config": to_dict(run)}
@@ -149,6 +149,9 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
     path = found.path
     state = on_rank_zero(f"cannot read {path}", lambda: read_state(path))
     compare.check_model(state["config"], run, str(path))
+    if optimizer is not None and state["config"].get("checkpoint", {}).get("save_optimizer") is False:
+        raise CheckpointError(f"{path} holds no state of an optimizer: it was saved with --no-save-optim. Add "
+                              "--no-load-optim to go on with a fresh optimizer, or --finetune to start at iteration 0")
     manifest = _verify_files(path)
     pieces = model_pieces(model, run.model)
     saved_tensors: dict[str, TensorStorageMetadata] = {}

@@ -40,31 +40,48 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def load(run: Run, model: Any, optimizer: Any) -> dict[str, Any] | None:
-    """Fill model and optimizer from ``--load``; return the saved plain state, or None when nothing is there.
+def load(run: Run, model: Any, optimizer: Any) -> tuple[dict[str, Any] | None, bool]:
+    """Fill model and optimizer from ``--load``, or the model from ``--pretrained-checkpoint`` when nothing is there.
 
-    A run that only evaluates leaves the optimizer as it is.
+    A run that only evaluates, or that loads without the optimizer's state, leaves the optimizer as it is.
+
+    Returns:
+        The saved plain state, or None when nothing is there; and whether only the weights count, so that the run
+        starts at iteration 0.
 
     Raises:
-        CheckpointError: nothing is there under ``--exit-on-missing-checkpoint`` or ``--ckpt-step``, the checkpoint is
-            damaged, or it holds another model.
+        CheckpointError: nothing is there under ``--exit-on-missing-checkpoint``, ``--ckpt-step`` or
+            ``--pretrained-checkpoint``, the checkpoint is damaged, or it holds another model.
     """
     from megatron_sp.checkpoint.store import load_checkpoint
 
     flags = run.checkpoint
-    saved = load_checkpoint(flags.load, model, None if run.train.skip_train else optimizer, run,
-                            iteration=flags.ckpt_step or None)
-    if saved is None and flags.exit_on_missing_checkpoint:
+    with_optimizer = flags.load_optimizer and not flags.finetune and not run.train.skip_train
+    saved = load_checkpoint(flags.load, model, optimizer if with_optimizer else None, run,
+                            iteration=flags.ckpt_step or None) if flags.load else None
+    if saved is None and flags.load and flags.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {flags.load} holds no checkpoint and "
                               "--exit-on-missing-checkpoint is given; name a directory that has one")
-    return saved
-
-
-def resume_notes(run: Run, saved: dict[str, Any] | None) -> list[str]:
-    """What the user should know about a resume, one line each."""
+    if saved is not None or not flags.pretrained_checkpoint:
+        return saved, flags.finetune
+    saved = load_checkpoint(flags.pretrained_checkpoint, model, None, run)
     if saved is None:
-        return [f"WARNING: --load {run.checkpoint.load} holds no checkpoint; starting afresh"]
-    return [f"resumed from {run.checkpoint.load} at iteration {saved['iteration']}",
+        raise CheckpointError(f"--pretrained-checkpoint {flags.pretrained_checkpoint} holds no checkpoint; name a "
+                              "directory that has one, or leave the flag out")
+    return saved, True
+
+
+def resume_notes(run: Run, saved: dict[str, Any] | None, weights_only: bool) -> list[str]:
+    """Return what the user should know about a resume, one line each."""
+    flags = run.checkpoint
+    if saved is None:
+        return [f"WARNING: --load {flags.load} holds no checkpoint; starting afresh"]
+    if weights_only:
+        return [f"loaded the weights of iteration {saved['iteration']} from "
+                f"{flags.load if flags.finetune else flags.pretrained_checkpoint}; starting at iteration 0 with a "
+                "fresh optimizer and schedule", *(f"WARNING: {note}" for note in saved["notes"])]
+    fresh = "" if flags.load_optimizer or run.train.skip_train else " with a fresh optimizer (--no-load-optim)"
+    return [f"resumed from {flags.load} at iteration {saved['iteration']}{fresh}",
             *(f"WARNING: {note}" for note in saved["notes"]),
             *(f"WARNING: {line}" for line in compare.changed(saved["config"], run))]
 

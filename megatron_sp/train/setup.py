@@ -117,10 +117,10 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     timers = Timers(run.logging.timing_log_level, device)
     step, state = TrainStep.build(run, model, mesh, timers), TrainState()
     notes: list[str] = []
-    if run.checkpoint.load:
-        saved = load(run, model, step.optimizer)
-        notes = resume_notes(run, saved)
-        if saved is not None:
+    if run.checkpoint.load or run.checkpoint.pretrained_checkpoint:
+        saved, weights_only = load(run, model, step.optimizer)
+        notes = resume_notes(run, saved, weights_only)
+        if saved is not None and not weights_only:
             state = read_part(saved, "train", TrainState.from_dict)
             if scale_note := read_part(saved, "loss_scaler", step.scaler.load_state_dict):
                 notes.append(scale_note)

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "config.schema": ("errors",),
     "layout": ("errors", "config.schema", "layout"),
     "config": ("errors", "config", "layout"),
-    "plan": ("config", "layout", "plan"),
+    "plan": ("errors", "config", "layout", "plan"),
     "launchers": ("errors",),
     "__main__": (),
     "runtime": ("errors", "config", "launchers"),

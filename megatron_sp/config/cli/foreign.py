@@ -109,8 +109,8 @@ def translate(claims: Claims) -> None:
     for flag, (key, value) in SWITCHES.items():
         if flag in claims.given:
             claims.claim(key, value, flag)
-    for step in (_activation, _positions, _query_groups, _context_parallel, _zero, _others, _experts, translate_deepspeed,
-                 _preset, translate_dialect):
+    for step in (_activation, _positions, _query_groups, _context_parallel, _zero, _others, _experts,
+                 translate_deepspeed, _preset, translate_dialect):
         step(claims)
 
 

@@ -43,7 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
         _add_to_help(groups[option.key.partition(".")[0]], option)
     plans = parser.add_argument_group("Plan: print what a run will do and need, and start nothing")
     for name, (nargs, text) in PLAN_FLAGS.items():
-        plans.add_argument(name, help=text, **(dict(metavar="VALUE") if nargs else dict(action="store_true")))
+        takes: dict[str, Any] = dict(metavar="VALUE") if nargs else dict(action="store_true")
+        plans.add_argument(name, help=text, **takes)
     others = parser.add_argument_group("Spellings of other frameworks")
     for name, entry in foreign_flags().items():
         kwargs: dict[str, Any] = dict(action="store_true") if entry.nargs == 0 else dict(

@@ -1,4 +1,7 @@
-"""The flags of ``pretrain_gpt.py --dry-run``. They steer the program, not the run, so they are no fields of the schema."""
+"""The flags of ``pretrain_gpt.py --dry-run``.
+
+They steer the program, not the run, so they are no fields of the schema.
+"""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ BOUNDS: dict[str, Bound] = {
               "init_method_std embedding_init_method_std"),
     "model.rotary_percent": Bound(low=0, high=1, low_open=True),
     **_bounds(SHARE, "model", "attention_dropout hidden_dropout"),
-    **_bounds(POSITIVE_INT, "parallel", "tp pp ulysses ring ulysses_overlap_groups fsdp_size fsdp_replicas sequence_split "
-              "devices_per_node"),
+    **_bounds(POSITIVE_INT, "parallel", "tp pp ulysses ring ulysses_overlap_groups fsdp_size fsdp_replicas "
+              "sequence_split devices_per_node"),
     "parallel.zero_stage": Bound(low=0, high=3),
     "parallel.distributed_timeout_minutes": Bound(low=0, high=525_600, low_open=True),  # a year
     **_bounds(POSITIVE, "precision", "loss_scale initial_loss_scale min_loss_scale"),

@@ -126,6 +126,6 @@ def horizon_notes(run: Run) -> list[str]:
     batch = BatchSize.of(run)
     here, there = batch.samples(iterations), iterations * batch.last
     return [] if here == there else [
-        f"--lr-decay-iters {iterations} is {here} samples, with the batch size that each iteration has. Megatron counts "
-        f"every iteration with the last batch size, {there} samples; for its horizon say --train-samples and "
+        f"--lr-decay-iters {iterations} is {here} samples, by the batch size that each iteration has. Megatron counts "
+        f"every iteration with the last batch size: {there} samples. For that horizon say --train-samples and "
         f"--lr-decay-samples {there}."]

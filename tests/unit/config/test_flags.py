@@ -8,10 +8,12 @@ import time
 
 import pytest
 
-from megatron_sp.config.cli.flags import build_parser, parse, parse_args
+from megatron_sp.config.cli.flags import parse, parse_args
 from megatron_sp.config.cli.foreign import foreign_flags
+from megatron_sp.config.cli.help import build_parser
 from megatron_sp.config.cli.options import schema_options
-from megatron_sp.config.cli.tables import EXPERT_COMPANIONS, HINTS, IGNORED, NOT_YET, REFUSED, RENAMED
+from megatron_sp.config.cli.plan_flags import PLAN_FLAGS
+from megatron_sp.config.cli.tables import EXPERT_COMPANIONS, HINTS, IGNORED, REFUSED, RUN_ONLY
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError
 from tests.unit.config.known_flags import ESSENTIAL, LISTS, SWITCHES, VALUED
@@ -112,8 +114,9 @@ def test_an_unknown_flag_gets_its_nearest_match():
 
 def test_all_problems_come_together():
     with pytest.raises(ConfigError) as caught:
-        read("--hiden-size 64 --lr x --swiglu --squared-relu --batch-size 4 --fp8-format hybrid --finetune stray")
-    assert len(caught.value.problems) == 7
+        read("--hiden-size 64 --lr x --swiglu --squared-relu --fp8-format hybrid --reset-position-ids stray --gas 2")
+    assert "Accepted" not in str(caught.value)
+    assert len(caught.value.problems) == 6
 
 
 @pytest.mark.parametrize("line", ["--hidden-size 0", "--tensor-model-parallel-size -2", "--attention-dropout 1.0",
@@ -246,9 +249,10 @@ def test_hints_make_one_line():
     assert run.train.attention_backend == "auto"
 
 
-def test_ignored_flags_warn_one_by_one():
-    notes = read("--dataset LLama-Pretrain --max-padding-length 80 --kill-switch-path k")[1]
-    assert len(notes) == 3 and all("is ignored" in note for note in notes)
+def test_ignored_flags_make_one_line():
+    (note,) = read("--dataset LLama-Pretrain --max-padding-length 80 --kill-switch-path k")[1]
+    assert note == ("Ignored: --max-padding-length 80, --dataset LLama-Pretrain (belongs to another tool); "
+                    "--kill-switch-path k (send SIGTERM to save and stop a run).")
 
 
 def test_dense_models_with_expert_flags():
@@ -256,11 +260,19 @@ def test_dense_models_with_expert_flags():
     assert "only 1 is accepted" in problems("--num-experts 1 8")[0]
 
 
-def test_old_names_say_the_new_one():
-    assert problems("--batch-size 4 --model-parallel-size 2 --warmup 0.01") == [
-        "--batch-size is an old name; use --micro-batch-size.",
-        "--model-parallel-size is an old name; use --tensor-model-parallel-size.",
-        "--warmup is an old name; use --lr-warmup-fraction."]
+@pytest.mark.parametrize("line, key, value", [
+    ("--batch-size 4", "train.micro_batch_size", 4), ("--model-parallel-size 2", "parallel.tp", 2),
+    ("--warmup 0.01", "schedule.lr_warmup_fraction", 0.01), ("--gas 8", "train.gradient_accumulation_steps", 8),
+    ("--rotary-scale-factor 4", "model.rotary_seq_len_interpolation_factor", 4.0),
+    ("--enable-zb-runtime", "parallel.pipeline_schedule", "zero-bubble"),
+    ("--num-distributed-optimizer-instances 2", "parallel.fsdp_replicas", 2), ("--exit-interval 0",
+                                                                               "train.exit_interval", 0),
+    ("--encoder-num-layers 3", "model.num_layers", 3), ("--profile pt", "logging.profile", True),
+    ("--profile-steps 2,3", "logging.profile_step_end", 3)])
+def test_names_of_older_versions_and_forks(line, key, value):
+    run, notes = read(line)
+    section, _, field = key.partition(".")
+    assert (getattr(getattr(run, section), field), notes) == (value, [])
 
 
 @pytest.mark.parametrize("line", ["--embed-layernorm", "--sliding-window 128", "--fp8-format hybrid", "--mup",
@@ -270,13 +282,11 @@ def test_what_changes_the_mathematics_is_refused_by_name(line):
     assert line.split()[0] in problem and "support" in problem
 
 
-@pytest.mark.parametrize("line", ["--finetune", "--no-load-optim", "--no-load-rng", "--no-save-optim", "--deepspeed",
-                                  "--deepspeed_config ds.json", "--deepspeed_config=ds.json", "--reset-position-ids",
-                                  "--reset-attention-mask"])
+@pytest.mark.parametrize("line", ["--reset-position-ids", "--reset-attention-mask", "--full-validation",
+                                  "--data-file-list f"])
 def test_not_available_yet(line):
     (problem,) = problems(line)
-    assert "not available yet" in problem
-    assert problem.startswith(line.split("=")[0].split()[0].replace("_", "-"))
+    assert problem.startswith(line) and "not available yet" in problem
 
 
 def test_values_that_mean_the_default_are_accepted():
@@ -303,13 +313,14 @@ def test_337_flags_are_known():
 def test_essential_flags_are_fields_translations_or_announced():
     fields = {name for option in schema_options().values() for name in (*option.names, option.off)}
     hints = {"--ckpt-format"}  # any format is accepted: there is one here
-    known = fields | set(foreign_flags()) | set(NOT_YET) | hints
+    known = fields | set(foreign_flags()) | set(REFUSED) | set(RUN_ONLY) | set(IGNORED) | hints
     assert {"--" + name.replace("_", "-") for name in ESSENTIAL} <= known
 
 
 def test_no_flag_stands_in_two_tables():
     fields = [name for option in schema_options().values() for name in (*option.names, option.off) if name]
-    tables = [fields, foreign_flags(), HINTS, IGNORED, REFUSED, NOT_YET, RENAMED, EXPERT_COMPANIONS]
+    tables = [fields, foreign_flags(), HINTS, IGNORED, REFUSED, RUN_ONLY, EXPERT_COMPANIONS,
+              PLAN_FLAGS]
     names = [name for table in tables for name in table]
     assert sorted(names) == sorted(set(names))
 
@@ -331,10 +342,12 @@ def test_help_exits(capsys):
 
 
 def test_docs_are_up_to_date():
-    from docs.make.flags_page import ROOT, render
+    from docs.make.flags_page import ROOT, render, render_megatron
 
-    assert (ROOT / "docs" / "reference" / "flags.md").read_text(encoding="utf-8") == render(), (
-        "run: python docs/make/flags_page.py")
+    pages = {"flags.md": render(), "megatron-flags.md": render_megatron()}
+    for name, text in pages.items():
+        assert (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8") == text, (
+            "run: python docs/make/flags_page.py")
 
 
 def test_reading_flags_loads_nothing_heavy():

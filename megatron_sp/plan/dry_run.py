@@ -1,0 +1,58 @@
+"""``pretrain_gpt.py --dry-run``: read and check a command line, print what the run will do and need, and stop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from megatron_sp.config.cli.plan_flags import PlanFlags
+from megatron_sp.config.load import load_run
+from megatron_sp.errors import ConfigError
+from megatron_sp.plan.devices import Device, find_device, parse_size
+from megatron_sp.plan.report import plan_run
+
+DEFAULT_DEVICE = "H100"
+DEFAULT_DEVICES_PER_NODE = 8
+
+
+def dry_run(flags: PlanFlags, argv: Sequence[str], world_size: int, devices_per_node: int = 0) -> int:
+    """Print the plan of a command line and return the exit code 0, also where the run does not fit the device.
+
+    Args:
+        flags: what to plan for.
+        argv: the words of the run.
+        world_size: the launcher's number of processes, where ``flags`` name none.
+        devices_per_node: what the launcher knows of it; 0: nothing.
+
+    Raises:
+        ConfigError: with every problem of the command line.
+    """
+    device = _device(flags)
+    run, notes = load_run(argv, flags.world_size or world_size, files=False, devices_per_node=devices_per_node,
+                          plan=True)
+    report = plan_run(run, device, run.parallel.devices_per_node or DEFAULT_DEVICES_PER_NODE)
+    if flags.json:
+        print(json.dumps(report.to_dict() | {"notes": notes}, indent=1))
+        return 0
+    default = "" if flags.device else f" (default; say --device NAME for another, or {_several(flags)})"
+    precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[run.precision.dtype]
+    print("\n".join([*notes, f"device: {device.name}, computing in {precision}{default}", report.text()]))
+    if not report.fits:
+        print("The plan does not fit the device; raise --sequence-split, --zero-stage or recomputation, or look for a "
+              "layout with tools/plan.py.")
+    return 0
+
+
+def _several(flags: PlanFlags) -> str:
+    return "--world-size N for more processes" if not flags.world_size else "--device-memory SIZE"
+
+
+def _device(flags: PlanFlags) -> Device:
+    try:
+        memory = parse_size(flags.device_memory) if flags.device_memory else 0
+    except ValueError as error:
+        raise ConfigError(f"--device-memory: {error}.") from None
+    try:
+        return find_device(flags.device or DEFAULT_DEVICE, memory)
+    except ValueError as error:
+        raise ConfigError(f"--device: {error}.") from None

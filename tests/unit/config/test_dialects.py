@@ -1,0 +1,223 @@
+"""Command lines of Megatron-LM, Megatron-DeepSpeed and their forks: what they mean here, and what is said.
+
+The lines are made up for these tests, each with the flags that scripts of its kind use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_sp.config.cli.answers import nearest_flag
+from megatron_sp.config.cli.flags import parse
+from megatron_sp.config.cli.tables import HINTS
+from megatron_sp.config.load import load_run
+from megatron_sp.config.schema import Run
+from megatron_sp.errors import ConfigError
+
+SHAPE = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
+STEPS = "--micro-batch-size 2 --lr 1e-4 --train-iters 100 --attention-dropout 0 --hidden-dropout 0"
+BASE = f"{SHAPE} {STEPS}"
+
+#: A name -> (world size, flags, ``section.field=value`` that must come out).
+LINES = {
+    "megatron of today": (8, f"{BASE} --use-mcore-models --transformer-impl transformer_engine --bf16 --swiglu "
+                          "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+                          "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "
+                          "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
+                          "--overlap-grad-reduce --overlap-param-gather --data-path corpus --split 99,1,0 "
+                          "--tokenizer-type TikTokenizer --tokenizer-model t --save out --ckpt-format torch_dist",
+                          "parallel.zero_stage=1 model.activation='swiglu' model.vocab_size=131072"),
+    "megatron of 2021": (4, f"{BASE} --fp16 --activations-checkpoint-method uniform --DDP-impl local "
+                         "--pipeline-model-parallel-size 2 --data-impl mmap --data-path d --vocab-file v "
+                         "--merge-file m", "memory.recompute_granularity='full' model.activation='openai_gelu'"),
+    "megatron of 2020": (2, f"{SHAPE} --batch-size 4 --model-parallel-size 2 --warmup 0.01 --lr 1e-4 --train-iters 50 "
+                         "--distribute-checkpointed-activations --fp16",
+                         "train.micro_batch_size=4 parallel.tp=2 schedule.lr_warmup_fraction=0.01"),
+    "deepspeed without its file": (8, f"{BASE} --deepspeed --deepspeed_config DS_CONFIG --zero-stage 2 --fp16 "
+                                   "--loss-scale 12 --no-pipeline-parallel --deepspeed-activation-checkpointing "
+                                   "--checkpoint-activations --data-path d",
+                                   "parallel.zero_stage=2 precision.loss_scale=0.0 "
+                                   "precision.initial_loss_scale=65536.0 "
+                                   "memory.recompute_granularity='full'"),
+    "deepspeed's ulysses": (4, f"{BASE} --ds-sequence-parallel-size 4 --ds-sequence-parallel-fpdt "
+                            "--ds-sequence-parallel-fpdt-chunk-size 128 --universal-checkpoint --bf16 --load ckpt",
+                            "parallel.ulysses=4"),
+    "fork's data": (4, f"{BASE} --train-weighted-split-paths-path train.txt --valid-weighted-split-paths-path v.txt "
+                    "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path name --tensorboard-dir tb",
+                    "model.vocab_size=128256"),
+    "fork's tokenizer": (2, f"{BASE} --patch-tokenizer-type Qwen2Tokenizer --extra-vocab-size 421 --dataset d "
+                         "--max-padding-length 128 --data-path x --save s", "model.vocab_size=151936"),
+    "japanese tokenizer": (2, f"{BASE} --tokenizer-type JapaneseSentencePiece --use-mpi --data-path x",
+                           "model.vocab_size=32000"),
+    "weights of another run": (2, f"{BASE} --load old --finetune --no-load-optim --no-load-rng --reset-iteration "
+                               "--use-checkpoint-args --data-path x", "checkpoint.finetune=True"),
+    "uneven pipeline": (4, f"{BASE} --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 "
+                        "--decoder-last-pipeline-num-layers 3", "parallel.pipeline_layers=(1,2,2,3)"),
+    "embedding counted as a layer": (4, f"{BASE} --num-layers 10 --pipeline-model-parallel-size 2 "
+                                     "--num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 1 "
+                                     "--global-batch-size 8 --account-for-embedding-in-pipeline-split "
+                                     "--account-for-loss-in-pipeline-split",
+                                     "parallel.pipeline_layers=(2,3,3,2) parallel.stages_per_rank=2"),
+    "replicated shards": (8, f"{BASE} --use-distributed-optimizer --num-distributed-optimizer-instances 4",
+                          "parallel.fsdp_size=2"),
+    "accumulation": (4, f"{BASE} --gas 3", "train.global_batch_size=24"),
+    "zero-bubble": (4, f"{BASE} --pipeline-model-parallel-size 4 --enable-zbh1-pipeline --enable-zbh1-exact-semantics "
+                    "--allow-padding-num-layers --interleave-group-size 4", "parallel.pipeline_schedule='zero-bubble'"),
+    "window of the whole sequence": (1, f"{BASE} --sliding-window 512 --window-size 511,0 --window-size 600,0",
+                                     "data.seq_length=512"),
+    "nothing to exit": (1, f"{BASE} --exit-interval 0 --epochs-unused-by-nobody", ""),
+}
+UNKNOWN = "nothing to exit"
+
+
+def planned(line: str, world_size: int = 1) -> tuple[Run, list[str]]:
+    return load_run(line.split(), world_size, files=False, plan=True)
+
+
+def field(run: Run, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(run, section), name)
+
+
+def problems(line: str, world_size: int = 1, **kwargs: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_run(line.split(), world_size, files=False, **kwargs)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", [name for name in LINES if name != UNKNOWN])
+def test_a_command_line_gives_a_plan(name: str) -> None:
+    world, line, expected = LINES[name]
+    run, _ = planned(line, world)
+    for word in expected.split():
+        key, _, value = word.partition("=")
+        assert repr(field(run, key)).replace(" ", "") == value
+
+
+def test_an_unknown_flag_stays_an_error() -> None:
+    assert problems(LINES[UNKNOWN][1], plan=True) == [
+        "Unknown flag --epochs-unused-by-nobody; --help lists all flags."]
+
+
+# --- what is said --------------------------------------------------------------------------------------------------
+
+def test_gelu_of_megatrons_flags_is_the_approximation_and_says_so() -> None:
+    run, notes = planned(f"{BASE} --use-mcore-models")
+    assert run.model.activation == "openai_gelu"
+    assert sum("--gelu-approximation none" in note for note in notes) == 1
+    for flags in ("", "--use-mcore-models --no-bias-gelu-fusion", "--use-mcore-models --disable-bias-linear",
+                  "--use-mcore-models --gelu-approximation none"):
+        run, notes = planned(f"{BASE} {flags}")
+        assert run.model.activation == "gelu" and not any("tanh" in note for note in notes)
+    assert planned(f"{BASE} --gelu-approximation tanh")[0].model.activation == "openai_gelu"
+    assert planned(f"{BASE} --use-mcore-models --swiglu")[0].model.activation == "swiglu"
+    (problem,) = problems(f"{BASE} --swiglu --gelu-approximation tanh", plan=True)
+    assert "contradict each other" in problem
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--use-mcore-models --eod-mask-loss", "Megatron averages the means"),
+    ("--deepspeed-activation-checkpointing", "alone has no effect"),
+    ("--activations-checkpoint-method block", "turns recomputation of whole layers on"),
+    ("--sliding-window 512", "--sliding-window 512 has no effect"),
+    ("--deepspeed_config f.json", "no effect without --deepspeed"),
+    ("--no-load-rng --no-save-rng", "checkpoints hold no random state"),
+    ("--data-path a --train-data-path a", "--train-data-path names the same data as --data-path"),
+    ("--step-batch-size-schedule 0:2 8K:8 --lr-decay-iters 50", "Megatron counts every iteration with the last batch"),
+])
+def test_what_differs_is_said_once(flags: str, said: str) -> None:
+    _, notes = planned(f"{BASE} {flags}")
+    assert sum(said in note for note in notes) == 1
+
+
+def test_the_mean_of_the_loss_is_not_mentioned_where_it_is_the_same() -> None:
+    for flags in ("--use-mcore-models --eod-mask-loss --calculate-per-token-loss", "--eod-mask-loss"):
+        assert not any("Megatron averages" in note for note in planned(f"{BASE} {flags}")[1])
+
+
+def test_what_only_tunes_makes_one_line_for_all() -> None:
+    flags = "--use-flash-attn --ds-fused-adam --torch-adam --tp-comm-overlap --tile-factor 2 --no-bias-gelu-fusion"
+    (note,) = parse(flags.split()).notes
+    assert all(flag in note for flag in flags.split() if flag.startswith("--"))
+
+
+def test_notes_are_shown_beside_problems() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)fp8 is not.*Notes on the rest of it:\n  - .*--use-flash-attn"):
+        load_run(f"{BASE} --fp8-format e4m3 --use-flash-attn".split(), 1, files=False, plan=True)
+
+
+@pytest.mark.parametrize("line", [
+    "--fp8-format hybrid --fp8-param-gather --bf16", "--mup --mup-attn-mult 8",
+    "--decoupled-lr 1e-3 --decoupled-min-lr 1e-5",
+    "--kd --kd-temp 2 --load-teacher t", "--img-h 3 --dino-norm-last-layer --retro-workdir w", "--embed-layernorm",
+    "--random-ltd", "--fp32-residual-connection", "--sliding-window 128", "--position-embedding-type alibi"])
+def test_what_changes_the_mathematics_is_refused_in_one_sentence(line: str) -> None:
+    (problem,) = problems(f"{BASE} {line}", plan=True)
+    assert all(word in problem for word in line.split() if word.startswith("--") and word != "--bf16")
+
+
+def test_a_broken_value_is_reported_once() -> None:
+    assert problems(f"{BASE} --lr-decay-iters -1000 --lr-warmup-iters 200", plan=True) == [
+        "--lr-decay-iters -1000: must be at least 1."]
+
+
+def test_a_cure_does_not_name_a_flag_of_another_meaning() -> None:
+    line = (f"{BASE} --sequence-parallel --context-parallel-size 4 --cp-comm-type a2a+p2p "
+            "--hierarchical-context-parallel-sizes 2 2")
+    assert not any("--hierarchical" in note for note in planned(line, 4)[1])
+
+
+def test_layers_that_do_not_divide_can_be_given_as_the_message_says() -> None:
+    line = (f"{BASE} --num-layers 7 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+            "--micro-batch-size 1 --global-batch-size 4")
+    assert "--pipeline-layers" in problems(line, 2, plan=True)[0]
+    assert planned(f"{line} --pipeline-layers 4 3", 2)[0].parallel.pipeline_layers == (4, 3)
+
+
+@pytest.mark.parametrize("line, part", [
+    ("--decoder-first-pipeline-num-layers 3 --pipeline-model-parallel-size 4", "leaves 5 of --num-layers 8 for the 3"),
+    ("--gas 4 --global-batch-size 4", "--gas 4 and --global-batch-size 4 contradict each other"),
+    ("--num-distributed-optimizer-instances 3", "is not the data- and sequence-parallel size 4"),
+    ("--recompute-method chunk --recompute-granularity full", "use uniform with --recompute-num-layers"),
+    ("--profile-steps 3", "give START,END"),
+    ("--profile stray", "'stray' belongs to no flag")])
+def test_refusals(line: str, part: str) -> None:
+    assert any(part in problem for problem in problems(f"{BASE} --micro-batch-size 1 {line}", 4, plan=True))
+
+
+# --- a real run ----------------------------------------------------------------------------------------------------
+
+RUN = f"{BASE} --mock-data --vocab-size 128"
+
+
+@pytest.mark.parametrize("flags, cure", [
+    ("--tokenizer-type Llama3Tokenizer", "HuggingFaceTokenizer"), ("--tokenizer-file t.json", "HuggingFaceTokenizer"),
+    ("--patch-tokenizer-type Qwen2Tokenizer", "HuggingFaceTokenizer"),
+    ("--train-weighted-split-paths P: 1 0:1 d", "--train-data-path"), ("--load d --reset-iteration", "--finetune"),
+    ("--load d --no-load-lr-state", "--override-opt_param-scheduler"),
+    ("--load d --use-checkpoint-args", "config.json"),
+    ("--deepspeed --deepspeed_config nowhere.json", "there is no such file")])
+def test_a_run_refuses_by_name_what_a_plan_accepts(flags: str, cure: str) -> None:
+    (problem,) = problems(f"{RUN} {flags}")
+    assert cure in problem
+    planned(f"{RUN} {flags}")
+
+
+@pytest.mark.parametrize("flags", ["--no-load-rng", "--no-save-rng", "--reset-iteration", "--use-checkpoint-args",
+                                   "--universal-checkpoint", "--tokenizer-type NullTokenizer --patch-tokenizer-type X"])
+def test_a_run_accepts_what_does_nothing(flags: str) -> None:
+    load_run(f"{RUN} {flags}".split(), 1, files=False)
+
+
+# --- guesses -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("written, meant", [
+    ("--hiden-size", "--hidden-size"), ("--tensor-parallel-size", "--tensor-model-parallel-size"),
+    ("--sequence-paralle", "--sequence-parallel"), ("--microbatch-size", "--micro-batch-size"),
+    ("--ds-fused-sgd", ""), ("--widow-length", ""), ("--fp32-something", ""), ("--size", "")])
+def test_guesses_at_typing_mistakes(written: str, meant: str) -> None:
+    known = ["--hidden-size", "--tensor-model-parallel-size", "--sequence-parallel", "--micro-batch-size",
+             "--ring-size", *HINTS]
+    assert nearest_flag(written, known) == meant
