@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's value, by rank."""
+    """Return the values of all ranks, ordered by rank. All ranks call it."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -58,12 +58,13 @@ def on_rank_zero(purpose: str, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class _Outcome(Generic[T]):
-    """What an action gave on one rank.
+    """The result of an action on one rank, or its error.
 
     Attributes:
-        value: its result.
-        error: the text of its failure, or "".
-        is_complete_message: the text needs no introduction: the action raised a CheckpointError.
+        value: the result of the action.
+        error: the text of the action's error; "" when the action succeeded.
+        is_complete_message: whether ``error`` can be shown without ``purpose`` before it, because the action itself
+            raised a CheckpointError.
     """
 
     value: T | None = None
@@ -74,32 +75,36 @@ class _Outcome(Generic[T]):
     def of(cls, action: Callable[[], T]) -> _Outcome[T]:
         try:
             return cls(value=action())
-        except CheckpointException as error:      # torch's; a BaseException, which "except Exception" lets pass
+        except CheckpointException as error:      # torch derives it from BaseException, not from Exception
             return cls._of_torch(error)
         except CheckpointError as error:
             return cls(error=str(error), is_complete_message=True)
-        except Exception as error:      # whatever file systems and torch raise
-            return cls(error=in_words(error))
+        except Exception as error:      # file systems and torch raise many types
+            return cls(error=error_in_words(error))
 
     @classmethod
     def _of_torch(cls, failure: CheckpointException) -> _Outcome[T]:
-        """The first failing rank's own error instead of torch's collection of tracebacks."""
+        """Return the failing ranks' own errors, which torch buries in a collection of tracebacks."""
         causes = {rank: cause for rank, (cause, _) in sorted(failure.failures.items())}
         for cause in causes.values():
             if isinstance(cause, CheckpointError):
                 return cls(error=str(cause), is_complete_message=True)
-        words = [f"on rank {rank}: {in_words(cause)}" for rank, cause in causes.items()]
-        return cls(error="; ".join(words[:4]) + (f" (and {len(words) - 4} more ranks)" if len(words) > 4 else ""))
+        errors = [f"on rank {rank}: {error_in_words(cause)}" for rank, cause in causes.items()]
+        return cls(error="; ".join(errors[:4]) + (f" (and {len(errors) - 4} more ranks)" if len(errors) > 4 else ""))
 
 
-def in_words(error: BaseException) -> str:
-    """Describe an error in one line: for a failed file operation its file and reason, else type and first line."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno is not None:
-            place = f"{seen.filename}: " if seen.filename else ""
-            more = " (free space there, or give another --save)" if seen.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            return f"{place}{seen.strerror}{more}"
-        seen = seen.__cause__ or seen.__context__
+def error_in_words(error: BaseException) -> str:
+    """Describe an error in one line.
+
+    When the error, or an error that caused it, is a failed file operation, the line holds the file and the reason.
+    Otherwise it holds the type and the first line of the error.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            file = f"{cause.filename}: " if cause.filename else ""
+            cure = " (free space there, or give another --save)" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            return f"{file}{cause.strerror}{cure}"
+        cause = cause.__cause__ or cause.__context__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -9,13 +9,13 @@ from megatron_sp.config.cli.options import flag_names
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import CheckpointError
 
-#: Fields of the model that shapes or meaning of the weights depend on: a run with another value is refused.
+#: Fields of the model that decide the shapes of the weights or how they are used. A run with another value is refused.
 MUST_MATCH = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
     "position_embedding_type", "normalization", "apply_layernorm_1p", "activation", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "vocab_size", "rotary_interleaved")
 
-#: Data flags that decide which tokens a sample id stands for.
+#: Fields that decide which tokens a sample number stands for.
 ORDERS_DATA = ("seed", "split", "data_path", "train_data_path", "dataloader_type")
 
 #: Fields that may change on resume; the log names each change.
@@ -53,19 +53,19 @@ def check_model(saved: dict[str, Any], run: Run, source: str) -> None:
                               "another --load")
 
 
-def changed(saved: dict[str, Any], run: Run) -> list[str]:
+def differences_in_words(saved: dict[str, Any], run: Run) -> list[str]:
     """Return one sentence for each setting that may change on resume and differs from the checkpoint's."""
     lines = []
     for section, name in MAY_CHANGE:
         mine = getattr(getattr(run, section), name)
         theirs = saved[section].get(name, mine)
-        if plain(mine) != plain(theirs):
+        if as_json(mine) != as_json(theirs):
             effect = "; the order of the data changes with it" if name in ORDERS_DATA else ""
             if name == "seq_length":
                 effect = ("; the samples are cut and shuffled anew while their count goes on, so that some text comes "
                           "twice and some not at all until the next epoch")
-            lines.append(f"{flag_name(section, name)} is {shown(mine)}, "
-                         f"was {shown(theirs)} in the checkpoint{effect}")
+            lines.append(f"{flag_name(section, name)} is {value_in_words(mine)}, "
+                         f"was {value_in_words(theirs)} in the checkpoint{effect}")
     before, now = saved["train"], run.train
     lengths = [f"{flag_name('train', name)} {before.get(name, 0)} -> {getattr(now, name)}"
                for name in ("train_iters", "train_samples") if before.get(name, 0) != getattr(now, name)]
@@ -85,21 +85,21 @@ def flag_name(section: str, name: str) -> str:
 
 def _difference(name: str, mine: Any, theirs: Any) -> str:
     flag = flag_name("model", name)
-    if isinstance(mine, bool):      # a switch, which may turn the field off
+    if isinstance(mine, bool):      # the flag takes no value, and may set the field to False (--disable-bias-linear)
         given = flag.startswith("--disable") or flag.startswith("--no-")
         words = {True: "not given", False: "given"}
         return f"{flag} is {words[mine == given]} here and {words[theirs == given]} in the checkpoint"
-    return f"{flag} is {shown(mine)} here and {shown(theirs)} in the checkpoint"
+    return f"{flag} is {value_in_words(mine)} here and {value_in_words(theirs)} in the checkpoint"
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
+def as_json(value: Any) -> Any:
+    """Return a value as it is after writing it as JSON and reading it again: a tuple becomes a list."""
     return list(value) if isinstance(value, tuple) else value
 
 
-def shown(value: Any) -> str:
-    """A value as it is typed after its flag; on or off for a switch."""
-    value = plain(value)
+def value_in_words(value: Any) -> str:
+    """Return a value as users type it after its flag; "on" or "off" for a flag without a value."""
+    value = as_json(value)
     if isinstance(value, bool):
         return "on" if value else "off"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -37,7 +37,7 @@ _READ_SIZE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """The checkpoint that a run loads.
 
     Attributes:
@@ -56,38 +56,38 @@ def directory_name(iteration: int) -> str:
 
 
 def iteration_directories(directory: Path, suffix: str = "") -> dict[int, Path]:
-    """Directories named ``iter_N`` + suffix, by iteration, ascending; other names are ignored."""
+    """Return the directories named ``iter_N`` + suffix by their iteration N, ascending."""
     matches = ((re.fullmatch(rf"iter_(\d+){re.escape(suffix)}", path.name), path) for path in directory.glob("iter_*"))
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def complete_checkpoints(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints of a directory by iteration, ascending.
+    """Return the complete checkpoints of a directory by iteration, ascending.
 
-    A save that replaces an iteration first renames the old checkpoint to ``iter_N.replaced``. A kill right after that
-    leaves only this name; then the checkpoint under it counts.
+    A save that replaces an iteration first renames the old checkpoint to ``iter_N.replaced``. When the run is killed
+    right after that, ``iter_N`` is missing, and ``iter_N.replaced`` is the checkpoint of iteration N.
     """
     candidates = iteration_directories(directory, REPLACED) | iteration_directories(directory)
     return {number: path for number, path in sorted(candidates.items()) if (path / MANIFEST).is_file()}
 
 
 def complete_iterations(directory: Path) -> list[int]:
-    """Iterations of the complete checkpoints in a directory, ascending."""
+    """Return the iterations of the complete checkpoints in a directory, ascending."""
     return list(complete_checkpoints(directory))
 
 
 def directories_without_manifest(directory: Path, *, after: int = -1) -> list[str]:
-    """Names of ``iter_N`` that no finished save of this program made, for example Megatron-LM's.
+    """Return the names of ``iter_N`` directories without a manifest, for example those that Megatron-LM wrote.
 
     Args:
-        after: only those of later iterations.
+        after: leave out this iteration and earlier ones.
     """
     return [path.name for iteration, path in iteration_directories(directory).items()
             if iteration > after and not (path / MANIFEST).is_file()]
 
 
 def read_tracker(directory: Path) -> int | None:
-    """Iteration the tracker points to; None when there is no tracker.
+    """Return the iteration that the tracker names; None when there is no tracker.
 
     Raises:
         CheckpointError: the tracker cannot be read or holds something else than a number.
@@ -104,10 +104,11 @@ def read_tracker(directory: Path) -> int | None:
     return int(text)
 
 
-def find_checkpoint(directory: str | Path, iteration: int | None = None) -> Found | None:
+def find_checkpoint(directory: str | Path, iteration: int | None = None) -> FoundCheckpoint | None:
     """Find the checkpoint to load: that of ``iteration``, else the tracker's, else the newest complete one.
 
-    A kill between the first save and its tracker leaves a complete checkpoint without a tracker; it is used.
+    The last case occurs when a run was killed during its first save, after the checkpoint was complete and before the
+    tracker was written.
 
     Returns:
         the checkpoint, or None when the directory holds nothing that looks like one
@@ -136,18 +137,21 @@ def find_checkpoint(directory: str | Path, iteration: int | None = None) -> Foun
         listed = ", ".join(map(str, newer))
         notes.append(f"{directory} also has complete checkpoints of later iterations: {listed}. To load one give "
                      "--ckpt-step; otherwise they stay until this run saves the same iteration again")
-    return Found(complete[named], named, notes)
+    return FoundCheckpoint(complete[named], named, notes)
 
 
 def _refuse_unknown(directory: Path) -> None:
-    """Raise where ``iter_N`` directories without a manifest are all there is: starting afresh could replace them."""
+    """Raise CheckpointError when a directory holds ``iter_N`` directories, but none with a manifest.
+
+    A run that started afresh there could replace them.
+    """
     if unknown := directories_without_manifest(directory):
         raise CheckpointError(f"{directory} holds {', '.join(unknown)} without {MANIFEST}: not a complete checkpoint "
                               "of this program. Move it away to start afresh, or give another directory")
 
 
 def choices(directory: Path) -> str:
-    """Tell the user which checkpoints of a directory could be loaded instead."""
+    """Return a clause for error messages that names the complete checkpoints of a directory."""
     found = complete_iterations(directory)
     if not found:
         return "there is no complete checkpoint in the directory"
@@ -155,7 +159,11 @@ def choices(directory: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Raises CheckpointError when the file is missing or not JSON."""
+    """Return the content of a JSON file.
+
+    Raises:
+        CheckpointError: the file is missing or is not JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -163,10 +171,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Sizes and checksums of a checkpoint's files by name.
+    """Return the size and checksum of each file of a checkpoint, by file name.
 
     Raises:
-        CheckpointError: unreadable, not a manifest, or that of another iteration than the directory's name says.
+        CheckpointError: the manifest cannot be read, is damaged, or names another iteration than the directory.
     """
     manifest = read_json(path / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
@@ -183,7 +191,7 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of a file's bytes, as hexadecimal text."""
+    """Return the CRC-32 of a file's bytes, as hexadecimal text."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(_READ_SIZE):
@@ -191,13 +199,13 @@ def checksum(path: Path) -> str:
     return f"{value:08x}"
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """A file's entry in the manifest."""
+def manifest_entry(path: Path) -> dict[str, Any]:
+    """Return the manifest's entry for a file: its size and checksum."""
     return {"bytes": path.stat().st_size, "crc32": checksum(path)}
 
 
-def damage(path: Path, entry: dict[str, Any]) -> str:
-    """Say how a file differs from its entry in the manifest; empty when it does not."""
+def describe_damage(path: Path, entry: dict[str, Any]) -> str:
+    """Return a sentence on how a file differs from its entry in the manifest; "" when it does not."""
     if not path.is_file():
         return f"{path} is missing"
     size = path.stat().st_size
@@ -208,6 +216,6 @@ def damage(path: Path, entry: dict[str, Any]) -> str:
     return ""
 
 
-def unlisted(path: Path, manifest: dict[str, dict[str, Any]]) -> list[str]:
-    """Names of files in a checkpoint that its manifest does not list. Nothing reads them."""
+def unlisted_files(path: Path, manifest: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the names of the files in a checkpoint that its manifest does not list. Nothing reads these files."""
     return sorted(file.name for file in path.iterdir() if file.name != MANIFEST and file.name not in manifest)

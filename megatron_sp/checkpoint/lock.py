@@ -1,11 +1,12 @@
 """Let one run at a time write into a --save directory. Imports no torch.
 
-``run.lock`` names the owner: host, process, number of ranks, start. The owner renews the file's time every half minute.
-A second run refuses to start while the owner lives. Whether it lives is known at once for a process of the same machine
-(and container). For other machines only the renewals tell: the second run watches the file for three of them.
+``run.lock`` names its owner: host, process id, number of ranks, time of start. The owner updates the file's time every
+half minute. This is called a renewal. A second run refuses to start while the owner is alive. When both processes are
+on the same machine (and in the same container), the second run asks the operating system whether the owner is alive.
+When they are not, it watches the file for the time of three renewals.
 
-A killed run leaves its lock behind; the next run sees that the owner is gone and takes the lock over. Before each save
-the owner checks that the lock is still its own: a run that was suspended for minutes may have lost it.
+A killed run leaves its lock behind. The next run finds that the owner is dead and takes the lock over. Before each save
+the owner checks that the lock is still its own, because a run that was suspended for minutes may have lost it.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from megatron_sp.errors import CheckpointError
 
 LOCK = "run.lock"
 
-#: Seconds between two renewals, and after how many missed ones the owner counts as gone.
+#: Seconds between two renewals, and the number of missed renewals after which the owner counts as dead.
 RENEWAL = 30.0
 MISSED_RENEWALS = 3
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process of rank 0 of a run.
+    """The owner of a lock: the process of rank 0 of a run.
 
     Attributes:
-        machine: identifies kernel boot and process namespace, within which ``pid`` means something.
-        process_start: start of the process in clock ticks since boot; tells a process from a later one with its pid.
+        machine: identifies the boot of the machine and the process namespace, within which ``pid`` is unique.
+        process_start: start of the process in clock ticks since boot. A later process with the same pid has another.
         started: local time at which the lock was taken, for people.
         key: a random text that no other run has.
     """
@@ -64,12 +65,12 @@ class Owner:
         return bool(self.machine) and self.machine == _machine()
 
     def is_alive(self) -> bool:
-        """Whether the process still runs; only meaningful on its own machine."""
+        """Return whether the process still runs. Call it only on the owner's machine."""
         return _process_start(self.pid) == self.process_start != 0
 
 
 class RunLock:
-    """This run's hold on a directory.
+    """The lock that this run holds on a directory. A thread renews it until ``release``.
 
     Attributes:
         note: a sentence for the log when the lock of a dead run was taken over, or "".
@@ -84,21 +85,21 @@ class RunLock:
     @classmethod
     def take(cls, directory: Path, num_ranks: int, *, renewal: float = RENEWAL,
              say: Callable[[str], object] = print) -> RunLock:
-        """Take the lock of a directory, which is created if need be.
+        """Take the lock of a directory, and create the directory if it is missing.
 
         Args:
             renewal: seconds between two renewals by a run of another machine.
-            say: tells the user why this takes time.
+            say: prints for the user why this call takes time.
 
         Raises:
-            CheckpointError: a run that lives has it.
+            CheckpointError: another run, which is alive, holds the lock.
             OSError: the directory cannot be written.
         """
         directory.mkdir(parents=True, exist_ok=True)
         path, owner, note = directory / LOCK, Owner.this_process(num_ranks), ""
         while not _create(path, owner):
-            seen = _content(path)
-            if seen is None:      # its run ended in between
+            seen = _read_lock(path)
+            if seen is None:      # the other run ended and removed the lock since ``_create``
                 continue
             text, previous = seen
             if previous and previous.is_of_this_machine():
@@ -109,14 +110,14 @@ class RunLock:
                 raise CheckpointError(f"--save {directory} is in use by {previous or 'another run'}. Two runs would "
                                       "destroy each other's checkpoints: wait for that run or end it, or give another "
                                       f"--save. If you are sure that it ended, delete {path}")
-            if _take_away(path, text):
+            if _remove_stale(path, text):
                 note = f"took over {path} of a run that ended without removing it: {previous or 'unknown'}"
         return cls(path, owner, note)
 
     def release(self) -> None:
-        """Remove the lock, if it is still this run's. Raises nothing: the next run can do without."""
+        """Remove the lock, if it is still this run's. Raise nothing: the next run takes over a lock that is left."""
         self._ended.set()
-        seen = _content(self.path)
+        seen = _read_lock(self.path)
         if seen and seen[1] == self.owner:
             try:
                 self.path.unlink()
@@ -125,18 +126,18 @@ class RunLock:
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEWAL):
-            seen = _content(self.path)
+            seen = _read_lock(self.path)
             if seen is None or seen[1] != self.owner:
                 return
             try:
                 os.utime(self.path)
-            except OSError:      # the next save tells whether the directory is still there
+            except OSError:      # when the directory is lost, the next save reports it
                 continue
 
 
 def owner_of(directory: Path) -> Owner | None:
-    """The run that holds a directory, as far as the lock file tells."""
-    seen = _content(directory / LOCK)
+    """Return the owner that the lock file of a directory names; None without a readable lock file."""
+    seen = _read_lock(directory / LOCK)
     return seen[1] if seen else None
 
 
@@ -150,7 +151,10 @@ def refuse_foreign_lock(directory: Path) -> None:
 
 
 def _create(path: Path, owner: Owner) -> bool:
-    """Create the lock file with its content at once; False when there is one."""
+    """Create the lock file; return False when there is one already.
+
+    A hard link makes name and content appear together, so that no other process reads an empty lock.
+    """
     aside = path.with_name(f"{LOCK}.{owner.key[:8]}")
     aside.write_text(json.dumps(asdict(owner)), encoding="utf-8")
     try:
@@ -158,7 +162,7 @@ def _create(path: Path, owner: Owner) -> bool:
         return True
     except FileExistsError:
         return False
-    except OSError:      # a file system without hard links: the content follows a moment after the name
+    except OSError:      # a file system without hard links; here the file is empty for a moment
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -170,8 +174,8 @@ def _create(path: Path, owner: Owner) -> bool:
         aside.unlink(missing_ok=True)
 
 
-def _content(path: Path) -> tuple[str, Owner | None] | None:
-    """Text of a lock file and the owner it names (None if damaged); None without a file."""
+def _read_lock(path: Path) -> tuple[str, Owner | None] | None:
+    """Return the text of a lock file and the owner it names (None if damaged); None when there is no file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -187,15 +191,15 @@ def _is_renewed(path: Path, text: str, renewal: float, say: Callable[[str], obje
     """Watch a lock of another machine until its owner renews it (True) or misses several renewals (False)."""
     try:
         first = path.stat().st_mtime_ns
-        if _now(path.parent) - first > 10 * MISSED_RENEWALS * renewal * 1e9:
-            return False      # long gone
+        if _file_server_time(path.parent) - first > 10 * MISSED_RENEWALS * renewal * 1e9:
+            return False      # the last renewal is so old that waiting for another one is pointless
         say(f"{path} is the lock of a run on another machine; waiting up to {MISSED_RENEWALS * renewal:g} s for a sign "
             "that the run lives")
         deadline = time.monotonic() + MISSED_RENEWALS * renewal
         while time.monotonic() < deadline:
             time.sleep(min(1.0, renewal / 4))
             if path.read_text(encoding="utf-8", errors="replace") != text:
-                return False      # the file is another one now: look again from the start
+                return False      # another run replaced the lock; ``RunLock.take`` then reads the new one
             if path.stat().st_mtime_ns != first:
                 return True
     except FileNotFoundError:
@@ -203,8 +207,8 @@ def _is_renewed(path: Path, text: str, renewal: float, say: Callable[[str], obje
     return False
 
 
-def _now(directory: Path) -> int:
-    """The file server's time in nanoseconds, which may differ from this machine's."""
+def _file_server_time(directory: Path) -> int:
+    """Return the file server's time in nanoseconds, which may differ from this machine's time."""
     probe = directory / f"{LOCK}.{uuid.uuid4().hex[:8]}"
     probe.touch()
     try:
@@ -213,15 +217,19 @@ def _now(directory: Path) -> int:
         probe.unlink()
 
 
-def _take_away(path: Path, text: str) -> bool:
-    """Move a dead run's lock out of the way; False when another process was faster."""
+def _remove_stale(path: Path, text: str) -> bool:
+    """Remove the lock of a dead run; return False when another process removed it first.
+
+    Args:
+        text: the content of the dead run's lock.
+    """
     aside = path.with_name(f"{LOCK}.{uuid.uuid4().hex[:8]}")
     try:
         os.rename(path, aside)
     except FileNotFoundError:
         return False
     taken = aside.read_text(encoding="utf-8", errors="replace")
-    if taken != text:      # the lock of a process that was faster: give it back
+    if taken != text:      # another process removed the dead run's lock and made its own: put that one back
         os.rename(aside, path)
         return False
     aside.unlink()
@@ -229,7 +237,7 @@ def _take_away(path: Path, text: str) -> bool:
 
 
 def _machine() -> str:
-    """Name kernel boot and process namespace; "" where the system does not tell."""
+    """Return a text that identifies this boot of the machine and the process namespace; "" where /proc lacks them."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -237,7 +245,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 when there is none (or only its exit code)."""
+    """Return when a process started, in clock ticks since boot; 0 when it does not exist or has ended (a zombie)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -22,19 +22,19 @@ METADATA = ".metadata"
 #: Classes and functions that a ``.metadata`` file may name, besides torch's data types.
 _ALLOWED = {
     "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},      # a look-up by name: "torch.strided"
+    "torch.serialization": {"_get_layout"},      # returns the layout of a name such as "torch.strided"; harmless
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
     "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},      # their place in Python 3.13
+    "pathlib._local": {"PosixPath", "PurePosixPath"},      # Python 3.13 defines these two classes here
     "collections": {"OrderedDict"},
 }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that looks up allowed names only."""
+    """An unpickler that raises UnpicklingError for every class or function outside ``_ALLOWED``."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -46,10 +46,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads the tensors of a checkpoint directory; for ``torch.distributed.checkpoint.load``.
+    """Reads the tensors of a checkpoint directory for ``torch.distributed.checkpoint.load``.
 
     Args:
-        files: names of the files that may be read, those of the manifest; None for all.
+        files: names of the files that may be read, which the manifest lists; None allows every file.
     """
 
     def __init__(self, path: str | Path, files: Container[str] | None = None):
@@ -57,7 +57,7 @@ class CheckpointReader(FileSystemReader):
         self.directory, self.files = Path(path), files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the checkpoint says about its tensors.
+        """Return the content of ``.metadata``: shape, type and place of each tensor.
 
         Raises:
             CheckpointError: the file is missing or damaged, or names something that could run code.
@@ -75,11 +75,11 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def read_tensor_entries(self) -> dict[str, TensorStorageMetadata]:
-        """Return shape, type and chunks of each tensor by name."""
+        """Return the metadata of each tensor by name: its shape, its type, and the chunks it is stored in."""
         return cast(dict[str, TensorStorageMetadata], self.read_metadata().state_dict_metadata)
 
     def _check(self, metadata: Metadata) -> None:
-        """Raise ValueError unless only tensors are described and all lie in known files."""
+        """Raise ValueError when an entry is not a tensor, or lies in a file outside ``files``."""
         if not isinstance(metadata, Metadata):
             raise ValueError("it does not describe tensors")
         for name, entry in metadata.state_dict_metadata.items():

@@ -1,4 +1,4 @@
-"""Prepare the --save directory of a run: nothing in it may get lost, and every rank must see the same one."""
+"""Prepare the --save directory of a run: lock it, protect what it holds, and check that all ranks see the same one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def reserve_save_directory(run: Run, *, patience: float = PATIENCE) -> Iterator[
         sentences for the log
 
     Raises:
-        CheckpointError: on all ranks: another run uses the directory, it holds what this run could overwrite, it cannot
-            be written, or it is another directory on some ranks.
+        CheckpointError: on all ranks. Another run uses the directory, or it holds checkpoints that this run could
+            overwrite, or it cannot be written, or some rank sees another directory under this name.
     """
     if not run.checkpoint.save:
         yield []
@@ -59,9 +59,9 @@ def reserve_save_directory(run: Run, *, patience: float = PATIENCE) -> Iterator[
 
 
 def store_configuration(run: Run) -> None:
-    """Write ``config.json`` into ``--save``, if given. All ranks call it, once nothing can refuse the run any more.
+    """Write ``config.json`` into ``--save``, if given. All ranks call it, after all checks of the run have passed.
 
-    A run that only evaluates leaves the file as it is, because it describes the training.
+    A run that only evaluates does not write the file, because the file describes the training.
     """
     if run.checkpoint.save and not run.train.skip_train:
         path = Path(run.checkpoint.save) / files.CONFIG
@@ -70,7 +70,7 @@ def store_configuration(run: Run) -> None:
 
 
 def refuse_to_overwrite(run: Run) -> None:
-    """Check that this run continues what its ``--save`` directory holds.
+    """Refuse a run that would overwrite checkpoints in its ``--save`` directory.
 
     Raises:
         CheckpointError: the directory holds checkpoints that this run does not load, or directories of another program.
@@ -93,7 +93,12 @@ def refuse_to_overwrite(run: Run) -> None:
 
 
 def _check_all_see_it(directory: Path, key: str, patience: float) -> None:
-    """Raise on all ranks when some rank does not find rank 0's lock where its own ``--save`` points."""
+    """Raise CheckpointError on all ranks when some rank does not find rank 0's lock in its own ``--save`` directory.
+
+    Args:
+        key: of the lock's owner.
+        patience: seconds to wait for the file.
+    """
     seen = gather(_sees_key(directory, key, patience))
     blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
     if blind:

@@ -1,9 +1,9 @@
 """Describe model and optimizer as full tensors by name, of which each rank holds a piece.
 
-A checkpoint knows no layout: it stores full tensors. A parameter is a plain tensor or a DTensor, split over tp and then
-by FSDP (dim 0 of the tp-local tensor) over the ranks that share its weights. ``Piece`` says where a rank's part lies in
-the full tensor **without padding**: vocabulary tensors have exactly V rows here, whatever tp padded them to. So any
-layout can read what any other wrote::
+A checkpoint does not depend on the layout, because it stores full tensors. In memory a parameter is a plain tensor or a
+DTensor, split over tp and then by FSDP (dim 0 of the tp-local tensor). A ``Piece`` is the part that one rank holds,
+with its place in the full tensor **without padding**: vocabulary tensors have exactly V rows here, and the rows that tp
+adds are left out. So any layout can read what any other wrote::
 
     embedding.word.weight, V = 97 rows, tp 2 pads to 128:     rank 0 holds rows 0-63, all real
                                                               rank 1 holds rows 64-127: 64-96 real, 31 of padding
@@ -27,19 +27,19 @@ from megatron_sp.config.schema import Model
 #: The parameters whose first dimension is the (padded) vocabulary.
 EMBEDDING, OUTPUT = "embedding.word.weight", "output.weight"
 
-#: Per-parameter optimizer state shaped like the parameter, by optimizer.
+#: For each optimizer, the keys of its states that have the parameter's shape.
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of a full tensor; torch.distributed.checkpoint writes it and fills it.
+    """The part of a full tensor that this rank holds, in the form that torch.distributed.checkpoint saves and loads.
 
     Attributes:
-        data: the rank's elements, a view of the parameter: loading writes into the parameter through it.
+        data: the rank's elements without padding, a view of the parameter. So loading into it fills the parameter.
         shape: shape of the full tensor, without padding.
         offset: index of the first element of ``data`` in the full tensor.
-        padding: the local rows beyond the last row of the full tensor, a view; None for tensors without padding.
+        padding: a view of the rank's padding rows; None for tensors that are never padded.
     """
 
     data: torch.Tensor
@@ -49,7 +49,7 @@ class Piece:
 
     @property
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """The part of the full tensor that this piece covers, as torch describes it; none when the piece is empty."""
+        """Return offset and shape of the piece in torch's form; an empty list for an empty piece."""
         if self.data.numel() == 0:
             return []
         return [ChunkStorageMetadata(torch.Size(self.offset), self.data.shape)]
@@ -65,7 +65,10 @@ class Piece:
 
 
 class PieceSavePlanner(DefaultSavePlanner):
-    """Saves a dict of pieces by name. Of equal copies one is written; gaps and overlaps between pieces are refused."""
+    """Plans the save of a dict of pieces by name.
+
+    torch writes one of several equal copies, and refuses pieces that overlap or leave gaps in the full tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -75,7 +78,7 @@ class PieceSavePlanner(DefaultSavePlanner):
 
 
 class PieceLoadPlanner(DefaultLoadPlanner):
-    """Fills a dict of pieces by name in place."""
+    """Plans the load of a dict of pieces by name: the tensors of the checkpoint are copied into each ``Piece.data``."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -89,17 +92,20 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].data
 
 
-def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and stop of one of ``parts`` chunks as ``torch.chunk`` cuts them (trailing ones may be empty)."""
+def chunk_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
+    """Return start and stop of chunk ``index`` when ``torch.chunk`` cuts ``length`` elements into ``parts`` chunks.
+
+    The last chunks may be shorter, or empty.
+    """
     size = -(-length // parts)
     return min(index * size, length), min((index + 1) * size, length)
 
 
-def locate(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def local_part_and_offset(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return a rank's elements of a parameter or moment, and their offset in the full tensor with padding.
 
-    The innermost mesh axis is tp. The axes before it are FSDP's, which splits the tp-local tensor. So the offset is
-    computed from the innermost axis outwards.
+    The innermost mesh axis is tp. The axes before it are FSDP's, and FSDP splits the tp-local tensor. So the loop goes
+    from the innermost axis outwards, and each axis narrows the range that the axis before left.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
@@ -110,7 +116,7 @@ def locate(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         if place.is_replicate():
             continue
         dim = place.dim  # type: ignore[attr-defined]
-        first, last = chunk(stop[dim] - start[dim], parts, index)
+        first, last = chunk_bounds(stop[dim] - start[dim], parts, index)
         start[dim], stop[dim] = start[dim] + first, start[dim] + last
     local = tensor.to_local().detach()
     assert tuple(local.shape) == tuple(b - a for a, b in zip(start, stop)), (tensor.shape, tensor.placements)
@@ -123,7 +129,7 @@ def piece_of(tensor: torch.Tensor, vocab_size: int | None) -> Piece:
     Args:
         vocab_size: number of rows without padding, for tensors with one row a vocabulary entry; None for all others.
     """
-    local, offset = locate(tensor)
+    local, offset = local_part_and_offset(tensor)
     if vocab_size is None:
         return Piece(local, tuple(tensor.shape), offset)
     rows = min(max(vocab_size - offset[0], 0), local.shape[0])
@@ -141,7 +147,10 @@ def logical_parameters(model: nn.Module, config: Model) -> Iterator[tuple[str, n
 
 
 def model_pieces(model: nn.Module, config: Model) -> dict[str, Piece]:
-    """Return this rank's pieces of the parameters as ``model.NAME``; of two tied copies on one rank, the first."""
+    """Return this rank's pieces of the parameters, by the name ``model.NAME``.
+
+    When a rank holds two copies of a tied weight, only the first is among them.
+    """
     pieces: dict[str, Piece] = {}
     for name, p in logical_parameters(model, config):
         pieces.setdefault(f"model.{name}", piece_of(p, config.vocab_size if name in (EMBEDDING, OUTPUT) else None))
@@ -149,7 +158,7 @@ def model_pieces(model: nn.Module, config: Model) -> dict[str, Piece]:
 
 
 def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, config: Model) -> dict[str, Piece]:
-    """Return this rank's pieces of the optimizer's state as ``optimizer.NAME.KEY``; empty before the first step."""
+    """Return this rank's pieces of the optimizer's state, by the name ``optimizer.NAME.KEY``; empty before a step."""
     pieces: dict[str, Piece] = {}
     for name, p in logical_parameters(model, config):
         for key, value in optimizer.state.get(p, {}).items():
@@ -160,12 +169,12 @@ def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, config:
 
 
 def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that has made no step zeros of the right shapes, for loading to fill."""
+    """Give an optimizer that has made no step a state of zeros, so that loading has tensors to fill."""
     kind = type(optimizer).__name__
     for p in model.parameters():
         state: dict[str, torch.Tensor] = {key: torch.zeros_like(p) for key in MOMENTS[kind]}
         if kind == "AdamW":
-            # where the optimizer itself would put it: fused kernels count steps on the device
+            # The same device that the optimizer itself would choose: fused kernels need the step count on the device.
             device = p.device if optimizer.defaults["fused"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         optimizer.state[p] = state
@@ -173,7 +182,7 @@ def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 def finish_loading(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Model,
                    pieces: dict[str, Piece]) -> None:
-    """Set what no checkpoint holds: zeros in the padding, and the second copy of a tied weight on this rank."""
+    """Fill what the checkpoint does not hold: zeros in the padding, and this rank's second copy of a tied weight."""
     for piece in pieces.values():
         if piece.padding is not None:
             piece.padding.zero_()
@@ -181,6 +190,8 @@ def finish_loading(model: nn.Module, optimizer: torch.optim.Optimizer | None, co
     for name, p in logical_parameters(model, config):
         first = firsts.setdefault(name, p)
         if first is not p:
-            locate(p)[0].copy_(locate(first)[0])
-            for key, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
-                locate(value)[0].copy_(locate(optimizer.state[first][key])[0])  # type: ignore[union-attr]
+            local_part_and_offset(p)[0].copy_(local_part_and_offset(first)[0])
+            if optimizer is None:
+                continue
+            for key, value in optimizer.state.get(p, {}).items():
+                local_part_and_offset(value)[0].copy_(local_part_and_offset(optimizer.state[first][key])[0])

@@ -6,32 +6,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_sp.checkpoint.files import FORMAT, MANIFEST, STATE, choices, damage, read_json, read_manifest
+from megatron_sp.checkpoint.files import FORMAT, MANIFEST, STATE, choices, describe_damage, read_json, read_manifest
 from megatron_sp.config.cli.options import sections
 from megatron_sp.errors import CheckpointError
 
 T = TypeVar("T")
 
-#: What every state.json holds: name and type of each part.
+#: Name and type of each entry that every state.json has at its top level. Messages call such an entry a part.
 _PARTS: dict[str, type | tuple[type, ...]] = {
     "iteration": int, "vocab_size": int, "optimizer": (str, type(None)), "config": dict, "train": dict,
     "schedule": dict, "loss_scaler": dict}
 
-#: Entries of the part ``train`` without which a resumed run would count from 0.
+#: Entries of the part ``train`` that must be there: a resumed run would count from 0 without them.
 _COUNTERS = ("iteration", "consumed_samples", "consumed_tokens", "scheduler_samples")
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read the plain state of a checkpoint directory.
+    """Return the content of ``state.json`` of a checkpoint directory.
 
     Raises:
-        CheckpointError: damaged, unreadable, written by a newer version, or without one of its parts.
+        CheckpointError: the file is damaged, cannot be read, was written by a newer version, or lacks a part.
     """
     manifest = read_manifest(path)
     if STATE not in manifest:
         raise CheckpointError(f"{path / MANIFEST} is damaged: it does not list {STATE}; {choices(path.parent)}")
-    if harm := damage(path / STATE, manifest[STATE]):
-        raise CheckpointError(f"{harm}; {choices(path.parent)}")
+    if damage := describe_damage(path / STATE, manifest[STATE]):
+        raise CheckpointError(f"{damage}; {choices(path.parent)}")
     state = read_json(path / STATE)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
@@ -39,12 +39,16 @@ def read_state(path: Path) -> dict[str, Any]:
     if problems := _problems(state, read_json(path / MANIFEST)["iteration"]):
         raise CheckpointError(f"{path / STATE} {'; '.join(problems)}. Another version or another program wrote it; "
                               f"{choices(path.parent)}")
-    _say_whether_scale_was_dynamic(state)
+    _add_missing_dynamic(state)
     return state
 
 
 def _problems(state: dict[str, Any], iteration: int) -> list[str]:
-    """Everything that is wrong with the parts of a state."""
+    """Return a message for each part of a state that is missing, or has a wrong type or value.
+
+    Args:
+        iteration: the iteration that the manifest names.
+    """
     problems = [f"lacks the part {name!r}" for name in _PARTS if name not in state]
     problems += [f"has the part {name!r} of type {type(state[name]).__name__}" for name, kind in _PARTS.items()
                  if name in state and (not isinstance(state[name], kind) or isinstance(state[name], bool))]
@@ -66,18 +70,18 @@ def _problems(state: dict[str, Any], iteration: int) -> list[str]:
     return problems
 
 
-def _say_whether_scale_was_dynamic(state: dict[str, Any]) -> None:
-    """Add ``loss_scaler.dynamic`` to states of versions that did not write it.
+def _add_missing_dynamic(state: dict[str, Any]) -> None:
+    """Add ``loss_scaler.dynamic`` to a state that an older version wrote without it.
 
-    A bf16 run stores a constant scale of 1. Without this an fp16 run would take it for a dynamic scale and continue
-    from 1 instead of --initial-loss-scale.
+    A bf16 run stores a constant scale of 1. Without ``dynamic``, an fp16 run that resumes from it would take this 1 for
+    a dynamic scale and continue from 1 instead of --initial-loss-scale.
     """
     precision = state["config"]["precision"]
     state["loss_scaler"].setdefault("dynamic", bool(precision.get("fp16") and not precision.get("loss_scale")))
 
 
 def read_part(state: dict[str, Any], name: str, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Parse one part of a state; what the parser misses becomes an error for the user.
+    """Return one part of a state, parsed.
 
     Raises:
         CheckpointError: the part lacks an entry that ``parse`` reads, or holds one of a wrong type.

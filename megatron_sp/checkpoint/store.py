@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sp.checkpoint import compare, files, writing
-from megatron_sp.checkpoint.agreement import gather, in_words, on_every_rank, on_rank_zero
+from megatron_sp.checkpoint.agreement import error_in_words, gather, on_every_rank, on_rank_zero
 from megatron_sp.checkpoint.lock import refuse_foreign_lock
 from megatron_sp.checkpoint.metadata import METADATA, CheckpointReader
 from megatron_sp.checkpoint.state import (
@@ -38,15 +38,15 @@ def save_checkpoint(directory: str | Path, iteration: int, model: nn.Module, opt
     """Write ``directory/iter_NNNNNNN`` and let the tracker point to it. All ranks call it.
 
     Args:
-        state: the parts ``train``, ``schedule`` and ``loss_scaler`` and other plain values (JSON);
-            ``load_checkpoint`` returns them.
+        state: ``train``, ``schedule``, ``loss_scaler`` and other values that JSON can hold; ``load_checkpoint``
+            returns them.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: on all ranks; it could not be written. Earlier checkpoints are untouched, and what was written
-            of this one is removed.
+        CheckpointError: on all ranks, when the checkpoint could not be written. Earlier checkpoints are untouched, and
+            the files of this one are removed.
     """
     directory = Path(directory)
     optimizer_state = optimizer_pieces(model, optimizer, run.model) if run.checkpoint.save_optimizer else {}
@@ -70,34 +70,38 @@ def save_checkpoint(directory: str | Path, iteration: int, model: nn.Module, opt
 
 
 def _discard(building: Path) -> None:
-    """Give back the space of a failed save. Each rank removes its own file, in case rank 0 does not see it."""
+    """Remove the files of a failed save.
+
+    Each rank removes its own file, because rank 0 does not see it when the ranks do not share a file system.
+    """
     for path in building.glob(f"__{dist.get_rank()}_*"):
         path.unlink()
     if dist.get_rank() == 0:
         writing.remove_unfinished(building)
     else:
-        building.rmdir()      # succeeds only where this rank's directory is not rank 0's, or rank 0 is not there yet
+        # The caller ignores an error here. It is usual: the directory still holds rank 0's files, or is gone already.
+        building.rmdir()
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes files durably; an error names the file and its cause, which torch would drop on the way to other ranks."""
+    """Writes files durably. Its errors name the file and the cause, which torch would not send to the other ranks."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        with _naming(Path(self.path) / f"__{dist.get_rank()}_0.distcp"):
+        with _naming_file_in_errors(Path(self.path) / f"__{dist.get_rank()}_0.distcp"):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Any, results: Any) -> None:
-        with _naming(Path(self.path) / METADATA):
+        with _naming_file_in_errors(Path(self.path) / METADATA):
             super().finish(metadata, results)
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turn an error while a file is written into a CheckpointError that names the file."""
+def _naming_file_in_errors(path: Path) -> Iterator[None]:
+    """Turn an error within the block into a CheckpointError that names the file being written."""
     try:
         yield
     except Exception as error:      # file systems raise OSError, torch's writer RuntimeError
-        raise CheckpointError(f"rank {dist.get_rank()} cannot write {path}: {in_words(error)}") from None
+        raise CheckpointError(f"rank {dist.get_rank()} cannot write {path}: {error_in_words(error)}") from None
 
 
 def _write_tensors(building: Path, pieces: dict[str, Piece]) -> None:
@@ -105,26 +109,27 @@ def _write_tensors(building: Path, pieces: dict[str, Piece]) -> None:
 
 
 def _describe_own(building: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of the files this rank wrote."""
-    return {path.name: files.describe(path) for path in building.glob(f"__{dist.get_rank()}_*")}
+    """Return the manifest entries of the files that this rank wrote, by file name."""
+    return {path.name: files.manifest_entry(path) for path in building.glob(f"__{dist.get_rank()}_*")}
 
 
-def _finish(building: Path, iteration: int, state: dict[str, Any], parts: list[dict[str, dict[str, Any]]]) -> Path:
-    """Complete a checkpoint on rank 0.
+def _finish(building: Path, iteration: int, state: dict[str, Any],
+            entries_of_ranks: list[dict[str, dict[str, Any]]]) -> Path:
+    """Complete a checkpoint on rank 0: write ``state.json`` and the manifest, and give the directory its final name.
 
     Args:
-        parts: manifest entries of the files that each rank wrote.
+        entries_of_ranks: for each rank, the manifest entries of the files that it wrote.
     """
-    for rank, part in enumerate(parts):
-        for name in part:
+    for rank, own_entries in enumerate(entries_of_ranks):
+        for name in own_entries:
             if not (building / name).is_file():
                 raise CheckpointError(f"rank {rank} wrote {building / name}, but rank 0 does not find it there: the "
                                       "directory must be the same one on all ranks, on a file system they share")
-    entries = {name: entry for part in parts for name, entry in part.items()}
+    entries = {name: entry for own_entries in entries_of_ranks for name, entry in own_entries.items()}
     writing.write_durably(building / files.STATE, json.dumps(state, indent=1))
     for path in building.iterdir():
         if path.name not in entries:
-            entries[path.name] = files.describe(path)
+            entries[path.name] = files.manifest_entry(path)
     return writing.finish_building(building, iteration, entries)
 
 
@@ -132,16 +137,17 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
                     iteration: int | None = None) -> dict[str, Any] | None:
     """Fill a model (and optimizer) from the newest checkpoint, or from that of one iteration. All ranks call it.
 
-    The layout it was saved under does not matter.
+    The checkpoint may have been saved under another layout.
 
     Args:
         optimizer: one that has made no step, or None to load weights only.
 
     Returns:
-        The plain state that was saved, plus ``notes``: sentences for the log. None when there is no checkpoint.
+        The ``state`` that was given to ``save_checkpoint``, plus ``notes``: sentences for the log. None when there is
+        no checkpoint.
 
     Raises:
-        CheckpointError: on all ranks; damaged, incomplete, or of another model.
+        CheckpointError: on all ranks, when the checkpoint is damaged, incomplete, or of another model.
     """
     found = on_rank_zero("cannot look for a checkpoint", lambda: files.find_checkpoint(directory, iteration))
     if found is None:
@@ -170,17 +176,18 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
         on_every_rank(f"cannot read {path}",
                       lambda: dcp.load(pieces, storage_reader=reader, planner=PieceLoadPlanner()))
         finish_loading(model, optimizer, run.model, pieces)
-    extra = on_rank_zero(f"cannot list {path}", lambda: files.unlisted(path, manifest))
+    extra = on_rank_zero(f"cannot list {path}", lambda: files.unlisted_files(path, manifest))
     ignored = [f"{path} holds files that its manifest does not list; they are not read: {', '.join(extra)}"]
     return state | {"notes": found.notes + (ignored if extra else [])}
 
 
 def _verify_files(path: Path) -> dict[str, dict[str, Any]]:
-    """Compare every file with the manifest, which is returned; the ranks share the reading."""
+    """Check every file against the manifest, and return the manifest. Each rank checks a share of the files."""
     manifest = on_rank_zero(f"cannot read {path}", lambda: files.read_manifest(path))
     mine = list(manifest.items())[dist.get_rank()::dist.get_world_size()]
-    found = on_every_rank(f"cannot verify {path}", lambda: [files.damage(path / name, entry) for name, entry in mine])
-    damaged = [text for part in found for text in part if text]
+    damage_by_rank = on_every_rank(f"cannot verify {path}", lambda: [files.describe_damage(path / name, entry)
+                                                                     for name, entry in mine])
+    damaged = [text for texts in damage_by_rank for text in texts if text]
     if damaged:
         raise CheckpointError(f"{'; '.join(damaged)}. Load another one with --ckpt-step; complete checkpoints here: "
                               f"{', '.join(map(str, files.complete_iterations(path.parent)))}")
@@ -189,10 +196,10 @@ def _verify_files(path: Path) -> dict[str, dict[str, Any]]:
 
 def _check_tensors(path: Path, pieces: dict[str, Piece], saved: dict[str, TensorStorageMetadata],
                    expect_all: bool) -> None:
-    """Check that the checkpoint's tensors are those of the model, in shape and type.
+    """Raise CheckpointError when names, shapes or types of the checkpoint's tensors differ from the model's.
 
     Args:
-        expect_all: also refuse optimizer states that the run has no place for.
+        expect_all: whether optimizer states that the run does not have are an error, too.
     """
     own = {name: (tuple(piece.shape), str(piece.data.dtype)) for name, piece in pieces.items()}
     wanted = {name: entry for part in gather(own) for name, entry in part.items()}

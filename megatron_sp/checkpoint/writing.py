@@ -36,7 +36,7 @@ _OWN_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|(state|manifest)\.
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace a file so that, whatever happens, it holds the old content or the new one.
+    """Replace the content of a file. After a crash at any instant it holds the old content or the new, both complete.
 
     Raises:
         OSError: naming the file.
@@ -56,7 +56,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Flush a directory to disk, so that new and changed file names survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,13 +65,13 @@ def sync_directory(path: Path) -> None:
 
 
 def start_building(directory: Path, iteration: int) -> Path:
-    """Make an empty directory to write a checkpoint into, after clearing up what killed saves left behind.
+    """Create and return the empty directory ``iter_N.building``, after removing what killed saves left behind.
 
     Raises:
-        CheckpointError: ``iter_N`` is there and holds no manifest: another program's, which must not be replaced.
+        CheckpointError: ``iter_N`` exists without a manifest. Another program wrote it, so it is not replaced.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _settle_replaced(directory)
+    _finish_interrupted_replacements(directory)
     for unfinished in iteration_directories(directory, BUILDING).values():
         remove_unfinished(unfinished)
     refuse_to_replace_unknown(directory / directory_name(iteration))
@@ -81,16 +81,17 @@ def start_building(directory: Path, iteration: int) -> Path:
 
 
 def refuse_to_replace_unknown(path: Path) -> None:
-    """Raise CheckpointError when something without a manifest has a checkpoint's name."""
+    """Raise CheckpointError when ``path`` exists and is not a complete checkpoint of this program."""
     if os.path.lexists(path) and not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} exists without {MANIFEST}: this program did not write it and does not replace "
                               "it. Move it away, or give another --save")
 
 
-def _settle_replaced(directory: Path) -> None:
-    """End replacements that a kill interrupted: remove the old checkpoint where the new one is there, else restore it.
+def _finish_interrupted_replacements(directory: Path) -> None:
+    """Finish each replacement of a checkpoint that a kill interrupted.
 
-    Every ``iter_N.replaced`` was a complete checkpoint of this program when it got this name.
+    When the new ``iter_N`` is complete, the old ``iter_N.replaced`` is removed. Otherwise the old one gets its name
+    ``iter_N`` back. Every ``iter_N.replaced`` was a complete checkpoint of this program when it got this name.
     """
     for iteration, replaced in iteration_directories(directory, REPLACED).items():
         final = directory / directory_name(iteration)
@@ -104,7 +105,7 @@ def remove_unfinished(building: Path) -> None:
     """Remove a ``.building`` directory of a save that did not finish.
 
     Raises:
-        CheckpointError: it holds files that no save writes; these are kept.
+        CheckpointError: the directory holds files that no save of this program writes. Nothing is removed then.
     """
     with contextlib.suppress(FileNotFoundError):
         for path in building.iterdir():
@@ -130,7 +131,7 @@ def finish_building(building: Path, iteration: int, files: dict[str, dict[str, A
     final = directory / directory_name(iteration)
     replaced = directory / (directory_name(iteration) + REPLACED)
     refuse_to_replace_unknown(final)
-    if final.exists():     # the same iteration once more, after going back with --ckpt-step
+    if final.exists():     # a run that went back with --ckpt-step saves this iteration for the second time
         os.rename(final, replaced)
         sync_directory(directory)
     os.rename(building, final)

@@ -1,7 +1,7 @@
-"""The one seam between trainer and model: gradients and loss of a list of microbatches.
+"""Compute gradients and loss of a list of microbatches, with and without a pipeline.
 
-Without pipeline this is an accumulation loop. A pipeline schedule offers the same two methods
-with the same meaning.
+The trainer calls ``forward_backward`` and ``evaluate`` and does not know which of the two classes it holds: ``Engine``
+loops over the microbatches and accumulates gradients, ``PipelineEngine`` runs a pipeline schedule.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from megatron_sp.train.report.timers import Timers
 
 
 class Engine:
-    """Accumulation over microbatches.
+    """Runs one microbatch after another and accumulates their gradients; for models without a pipeline.
 
     Args:
-        model: a GPT; its FSDP modules, if any, reduce gradients by summing.
-        mesh: where the model lives.
+        model: a GPT; its FSDP modules, if any, sum gradients over the ranks and do not average them.
+        mesh: the mesh that the model is built on.
         timers: measure forward, backward and the sum of gradients.
-        zero_stage: 0 and 1 sum gradients over ranks at the last microbatch, 2 and 3 at each.
-        sum_copies: every rank holds a whole copy outside FSDP, whose gradients are summed after the last.
+        zero_stage: with 0 and 1, FSDP sums gradients over the ranks at the last microbatch, with 2 and 3 at each.
+        sum_copies: whether every rank holds a whole copy of the weights outside FSDP. Then this class sums the
+            gradients over the ranks after the last microbatch.
     """
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh, timers: Timers, *, zero_stage: int, sum_copies: bool):
@@ -68,10 +69,10 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, int]:
-        """Loss sum and number of valid tokens of this rank's microbatches, dropout off.
+        """Return the sum of the losses and the number of valid tokens of this rank's microbatches, without dropout.
 
-        Afterwards the weights are sharded again: FSDP would leave some of them gathered, waiting for
-        a backward that never comes.
+        At the end all weights are sharded again. FSDP alone would leave some of them gathered for a backward, which
+        an evaluation does not have.
         """
         self.model.eval()
         total = torch.zeros((), device=self.mesh.device)
@@ -88,9 +89,9 @@ class Engine:
 
 
 class PipelineEngine:
-    """The same contract over a pipeline schedule: microbatches flow through the stages.
+    """Runs the microbatches through a pipeline schedule. The methods promise the same as those of ``Engine``.
 
-    The loss lives on the last stage; elsewhere a rank's share of it is 0.
+    Only the ranks of the last stage compute losses; the other ranks return 0.
     """
 
     def __init__(self, model: Stages, mesh: ParallelMesh, *, schedule: str, sum_copies: bool):
@@ -103,11 +104,11 @@ class PipelineEngine:
         """See ``Engine.forward_backward``."""
         self.model.train()
         self.denominator = denominator
-        self.microbatch_losses = self.runner.train(*_joined(microbatches))
+        self.microbatch_losses = self.runner.train(*_concatenate(microbatches))
         if self.sum_copies:
             sum_over_copies(self.model, self.mesh)
         sum_over_tensor_ranks(self.model, self.mesh)
-        if self.model.tied is not None:  # last, so that both copies get the same bits
+        if self.model.tied is not None:  # after the other sums, so that both copies end with equal bits
             self.model.tied.sum_gradients()
         return self._total(self.microbatch_losses)
 
@@ -115,7 +116,7 @@ class PipelineEngine:
         """See ``Engine.evaluate``."""
         self.model.eval()
         self.denominator = 1.0
-        losses = self.runner.evaluate(*_joined(microbatches))
+        losses = self.runner.evaluate(*_concatenate(microbatches))
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -123,17 +124,21 @@ class PipelineEngine:
         return self._total(losses), sum(batch.num_valid for batch in microbatches)
 
     def _loss(self, loss_sum: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        """The last stage gives the loss sum [1] itself."""
+        """Return a microbatch's loss: the last stage's output, which is the sum of the losses [1], divided."""
         return loss_sum.squeeze(0) / self.denominator
 
     def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        # one type on all stages: the sum over pp follows
+        # fp64 on every stage, because the caller sums this number over the pp ranks, whose types must be equal.
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         return total + torch.stack(list(losses)).sum() if losses else total
 
 
-def _joined(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int]:
-    """All microbatches one after another, as a schedule takes them: tokens, target, inputs of all stages, number."""
+def _concatenate(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int]:
+    """Concatenate the microbatches along the batch, as torch's pipeline schedules take them.
+
+    Returns:
+        tokens, labels, the further inputs of every stage by name, and the number of microbatches
+    """
     tokens, labels, positions, sample_ids = (
         torch.cat([getattr(batch, name) for batch in microbatches])
         for name in ("tokens", "labels", "positions", "sample_ids"))

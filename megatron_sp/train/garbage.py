@@ -1,4 +1,4 @@
-"""``--manual-gc``: Python's cyclic garbage is collected by all ranks at the same moments."""
+"""``--manual-gc``: make all ranks run Python's garbage collector at the same moments."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from contextlib import contextmanager
 
 
 class GarbageCollection:
-    """Leaves Python's collector alone, or takes its place.
+    """Decides when Python's garbage collector runs.
 
-    Automatic collections come at another moment on each rank, and in a step that all ranks make
-    together every one of them waits for the rank that collects.
+    Automatic collections happen at different moments on different ranks. Every step waits for its slowest rank, so each
+    of these collections delays all ranks.
 
     Args:
-        manual: take its place.
-        interval: iterations between collections; 0: only before training and around evaluations.
+        manual: whether to switch automatic collections off and to collect here instead; False changes nothing.
+        interval: iterations between collections; 0 collects only before training and around evaluations.
     """
 
     def __init__(self, manual: bool, interval: int):
         self.manual, self.interval = manual, interval
 
     @contextmanager
-    def taken_over(self) -> Iterator[None]:
-        """While training: no automatic collection."""
+    def disabled_while_training(self) -> Iterator[None]:
+        """Switch automatic collections off within the block, which is the whole training."""
         if not self.manual:
             yield
             return
@@ -37,13 +37,13 @@ class GarbageCollection:
                 gc.enable()
 
     def after_step(self, iteration: int) -> None:
-        """Collect when it is due."""
+        """Collect after every ``interval`` iterations."""
         if self.manual and self.interval and iteration % self.interval == 0:
             gc.collect()
 
     @contextmanager
     def around_evaluation(self) -> Iterator[None]:
-        """Collect before and after, the youngest generation only, as evaluation leaves little."""
+        """Collect the youngest generation before and after the block; evaluation leaves little in the others."""
         if self.manual:
             gc.collect(0)
         yield

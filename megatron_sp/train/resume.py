@@ -11,7 +11,7 @@ from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import CheckpointError
 from megatron_sp.train.schedule import Schedule
 
-#: What determines the length of a batch and of a run, and with them everything that is counted in samples.
+#: Flags that determine the samples of a batch and of the run. The schedule counts in samples, so it depends on them.
 _LENGTHS = ("train.train_iters", "train.train_samples", "train.global_batch_size", "train.rampup_batch_size",
             "train.step_batch_size_schedule", "data.seq_length")
 _WARMUP = ("schedule.lr_warmup_iters", "schedule.lr_warmup_samples", "schedule.lr_warmup_tokens",
@@ -19,10 +19,10 @@ _WARMUP = ("schedule.lr_warmup_iters", "schedule.lr_warmup_samples", "schedule.l
 _DECAY = ("schedule.lr_decay_iters", "schedule.lr_decay_samples", "schedule.lr_decay_tokens")
 _WEIGHT_DECAY = ("optimizer.weight_decay",)
 
-#: Flags whose default is the length of the run, and the field of ``Train`` that they then follow.
+#: Flags whose default is the length of the run -> the field of ``Train`` that holds this length.
 _FOLLOWS = {"schedule.lr_decay_iters": "train_iters", "schedule.lr_decay_samples": "train_samples"}
 
-#: Field of ``Schedule`` -> what it is in words, and the flags that it is computed from.
+#: Field of ``Schedule`` -> its name in messages, and the flags that it is computed from.
 SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "style": ("shape of the decay", ("schedule.lr_decay_style",)),
     "peak": ("peak learning rate", ("schedule.lr",)),
@@ -41,17 +41,18 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def load(run: Run, model: Any, optimizer: Any) -> tuple[dict[str, Any] | None, bool]:
-    """Fill model and optimizer from ``--load``, or the model from ``--pretrained-checkpoint`` when nothing is there.
+    """Fill model and optimizer from ``--load``. When it holds no checkpoint, use ``--pretrained-checkpoint``, if given.
 
-    A run that only evaluates, or that loads without the optimizer's state, leaves the optimizer as it is.
+    The optimizer is not filled from ``--pretrained-checkpoint``, in a run that only evaluates, or with a flag that asks
+    for a fresh optimizer.
 
     Returns:
-        The saved plain state, or None when nothing is there; and whether only the weights count, so that the run
-        starts at iteration 0.
+        the content of the checkpoint's ``state.json``, or None when there is no checkpoint; and whether only the
+        weights are used, so that the run starts at iteration 0
 
     Raises:
-        CheckpointError: nothing is there under ``--exit-on-missing-checkpoint``, ``--ckpt-step`` or
-            ``--pretrained-checkpoint``, the checkpoint is damaged, or it holds another model.
+        CheckpointError: the checkpoint is damaged or holds another model, or there is none and
+            ``--exit-on-missing-checkpoint``, ``--ckpt-step`` or ``--pretrained-checkpoint`` requires one.
     """
     from megatron_sp.checkpoint.store import load_checkpoint
 
@@ -72,7 +73,7 @@ def load(run: Run, model: Any, optimizer: Any) -> tuple[dict[str, Any] | None, b
 
 
 def resume_notes(run: Run, saved: dict[str, Any] | None, weights_only: bool) -> list[str]:
-    """Return what the user should know about a resume, one line each."""
+    """Return lines for the log: where the run starts, and a warning for each difference from the checkpoint."""
     flags = run.checkpoint
     if saved is None:
         return [f"WARNING: --load {flags.load} holds no checkpoint; starting afresh"]
@@ -83,18 +84,18 @@ def resume_notes(run: Run, saved: dict[str, Any] | None, weights_only: bool) -> 
     fresh = "" if flags.load_optimizer or run.train.skip_train else " with a fresh optimizer (--no-load-optim)"
     return [f"resumed from {flags.load} at iteration {saved['iteration']}{fresh}",
             *(f"WARNING: {note}" for note in saved["notes"]),
-            *(f"WARNING: {line}" for line in compare.changed(saved["config"], run))]
+            *(f"WARNING: {line}" for line in compare.differences_in_words(saved["config"], run))]
 
 
 def choose_schedule(schedule: Schedule, saved: dict[str, Any], run: Run) -> Schedule:
-    """Return the schedule to train on with: the command line's and the checkpoint's agree, or a flag decides.
+    """Return the schedule for the rest of the training: the command line's or, if a flag asks for it, the checkpoint's.
 
     Args:
-        schedule: of the command line.
-        saved: the checkpoint's plain state.
+        schedule: the schedule of the command line.
+        saved: the content of the checkpoint's ``state.json``.
 
     Raises:
-        CheckpointError: they differ and no flag says which one counts.
+        CheckpointError: the two schedules differ, and no flag says which one to use.
     """
     theirs, flags = read_part(saved, "schedule", Schedule.from_dict), run.schedule
     if flags.use_checkpoint_opt_param_scheduler:
@@ -110,25 +111,29 @@ def choose_schedule(schedule: Schedule, saved: dict[str, Any], run: Run) -> Sche
 
 
 def _difference(name: str, mine: Schedule, theirs: Schedule, saved: dict[str, Any], run: Run) -> str:
-    """One difference, with the flags that cause it on both sides."""
+    """Return a clause on one field in which the schedules differ: both values, each with the flags that cause it."""
     what, keys = SOURCES[name]
-    sides = _typed(to_dict(run), keys), _typed(saved, keys)
+    sides = _flag_values(to_dict(run), keys), _flag_values(saved, keys)
     causes = [key for key in keys if sides[0][key] != sides[1][key]]
-    told = []
+    sides_in_words = []
     for values, schedule, place in zip(sides, (mine, theirs), ("here", "in the checkpoint")):
         flags = ", ".join(_flag_in_words(key, values[key]) for key in causes)
         value = getattr(schedule, name)
-        told.append((f"{value:g}" if isinstance(value, float) else str(value)) + f" {place}"
-                    + (f" ({flags})" if flags else ""))     # without: something else decides, such as the ranks
-    return f"the {what} {'are' if what.startswith('samples') else 'is'} {' and '.join(told)}"
+        # No flags are named where something else causes the difference, such as the number of ranks.
+        sides_in_words.append((f"{value:g}" if isinstance(value, float) else str(value)) + f" {place}"
+                              + (f" ({flags})" if flags else ""))
+    return f"the {what} {'are' if what.startswith('samples') else 'is'} {' and '.join(sides_in_words)}"
 
 
-def _typed(config: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """The values of these flags in a plain configuration, with 0 for a decay that only follows the run's length."""
+def _flag_values(config: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return the values of these flags in a configuration that was read from JSON.
+
+    A decay length that equals the run's length counts as 0, "not given", because that is its default.
+    """
     values = {}
     for key in keys:
         section, field = key.split(".")
-        values[key] = compare.plain(config.get(section, {}).get(field, 0))
+        values[key] = compare.as_json(config.get(section, {}).get(field, 0))
         length = _FOLLOWS.get(key)
         if length and values[key] == config.get("train", {}).get(length):
             values[key] = 0
@@ -137,4 +142,4 @@ def _typed(config: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 
 def _flag_in_words(key: str, value: Any) -> str:
     flag = compare.flag_name(*key.split("."))
-    return f"{flag} {compare.shown(value)}" if value not in (0, "", [], -1.0) else f"no {flag}"
+    return f"{flag} {compare.value_in_words(value)}" if value not in (0, "", [], -1.0) else f"no {flag}"

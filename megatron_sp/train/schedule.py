@@ -1,9 +1,8 @@
 """Learning rate and weight decay as pure functions of the number of samples.
 
-Everything is counted in **samples** (sequences), also when the flags speak of iterations or
-tokens: iterations count as the samples that they read, tokens as 1/``seq-length`` of a
-sample. So the learning rate depends on what was consumed and stays right when the batch size
-changes on the way.
+Everything is counted in **samples** (sequences). Flags in iterations are converted to the samples that these iterations
+read, flags in tokens are divided by ``--seq-length``. So the learning rate depends on the data read so far, also when
+the batch size changes during training.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class _HasGroups(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the schedule flags say, in samples. Saved with every checkpoint and compared on resume.
+    """The schedule flags, converted to samples. Every checkpoint stores it, and a resumed run compares it.
 
-    ``decay_samples`` is the length of warm-up and decay together; a float because tokens need
-    not be a multiple of the sequence length.
+    ``decay_samples`` is the length of warm-up and decay together. It is a float, because a length in tokens need not be
+    a multiple of the sequence length.
     """
 
     style: str
@@ -55,16 +54,16 @@ class Schedule:
         return cls(
             style=flags.lr_decay_style, peak=flags.lr, minimum=flags.min_lr, warmup_start=flags.lr_warmup_init,
             warmup_samples=warmup, decay_samples=decay, final_style=flags.lr_wsd_decay_style,
-            final_samples=_last_samples(flags.lr_wsd_decay_samples, flags.lr_wsd_decay_iters, run),
+            final_samples=_final_samples(flags.lr_wsd_decay_samples, flags.lr_wsd_decay_iters, run),
             weight_decay_style=run.optimizer.weight_decay_incr_style,
             weight_decay_start=start if start >= 0 else constant,
             weight_decay_end=end if end >= 0 else constant, weight_decay_samples=float(horizon))
 
     def lr(self, samples: float) -> float:
-        """Learning rate of the step that starts after ``samples`` samples.
+        """Return the learning rate of the step that starts after ``samples`` samples.
 
-        Linear from ``warmup_start`` to the peak, then the decay over what is left of
-        ``decay_samples``, then the minimum for good. The constant style stays at the peak.
+        The rate rises linearly from ``warmup_start`` to the peak. Then it decays in the way that ``style`` names. After
+        ``decay_samples`` it is the minimum. With the style "constant" it stays at the peak.
         """
         if 0 < self.warmup_samples and samples <= self.warmup_samples:
             return self.warmup_start + (self.peak - self.warmup_start) * samples / self.warmup_samples
@@ -75,21 +74,21 @@ class Schedule:
         if self.style == "inverse-square-root":
             rate = self.peak * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(samples, 1))
             return max(self.minimum, rate)
-        return self.minimum + self._height(samples) * (self.peak - self.minimum)
+        return self.minimum + self._share_of_peak(samples) * (self.peak - self.minimum)
 
-    def _height(self, samples: float) -> float:
-        """How far above the minimum, as a share of (peak - minimum)."""
+    def _share_of_peak(self, samples: float) -> float:
+        """Return the learning rate's height above the minimum, as a share of (peak - minimum)."""
         if self.style == "WSD":
             start = self.decay_samples - self.final_samples
             if samples <= start:
                 return 1.0
-            return _final_height(self.final_style, (samples - start) / self.final_samples)
+            return _final_share_of_peak(self.final_style, (samples - start) / self.final_samples)
         length = self.decay_samples - self.warmup_samples
         ratio = (samples - self.warmup_samples) / length if length else 0.0
         return 1.0 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
 
     def weight_decay(self, samples: float) -> float:
-        """Weight decay of the step that starts after ``samples`` samples."""
+        """Return the weight decay of the step that starts after ``samples`` samples."""
         if self.weight_decay_style == "constant" or samples > self.weight_decay_samples:
             return self.weight_decay_end
         ratio = samples / self.weight_decay_samples
@@ -98,9 +97,9 @@ class Schedule:
         return self.weight_decay_start + ratio * (self.weight_decay_end - self.weight_decay_start)
 
     def apply(self, optimizer: _HasGroups, samples: float) -> float:
-        """Set the rates of the coming step in the optimizer's groups; return the learning rate.
+        """Set learning rate and weight decay of the next step in the optimizer's groups; return the learning rate.
 
-        Groups created with weight decay 0 carry ``decay=False`` and keep it.
+        Groups with ``decay=False`` keep a weight decay of 0.
         """
         lr, weight_decay = self.lr(samples), self.weight_decay(samples)
         for group in optimizer.param_groups:
@@ -116,7 +115,7 @@ class Schedule:
         return cls(**values)
 
     def differences(self, other: Schedule) -> list[str]:
-        """Fields in which two schedules differ, leaving out those that have no effect."""
+        """Return the names of the fields in which two schedules differ, without fields that have no effect here."""
         unused: set[str] = set()
         if self.style == "constant":
             unused |= {"minimum", "decay_samples"}
@@ -131,20 +130,25 @@ class Schedule:
 
 
 def _samples(tokens: int, samples: int, iterations: int, run: Run) -> float:
-    """The one of the three that is set, in samples (0.0: none)."""
+    """Return a length given in tokens, samples or iterations (at most one is not 0) in samples; 0.0 when none is."""
     if tokens:
         return tokens / run.data.seq_length
     return float(samples or BatchSize.of(run).samples(iterations))
 
 
-def _last_samples(samples: int, iterations: int, run: Run) -> float:
-    """The same for the end of the decay horizon, where the batch size may be another than at its start."""
+def _final_samples(samples: int, iterations: int, run: Run) -> float:
+    """Return the length of WSD's final decay in samples.
+
+    Args:
+        samples, iterations: the length as given, one of them 0. Iterations are the last ones before
+            ``--lr-decay-iters``, so the batch size at that time counts, not the one at the start.
+    """
     batch, horizon = BatchSize.of(run), run.schedule.lr_decay_iters
     return float(samples or batch.samples(horizon) - batch.samples(max(horizon - iterations, 0)))
 
 
-def _final_height(style: str, ratio: float) -> float:
-    """The final decay of WSD: 1 at ratio 0, 0 at ratio 1."""
+def _final_share_of_peak(style: str, ratio: float) -> float:
+    """Return the share of (peak - minimum) during WSD's final decay: 1 at ratio 0, 0 at ratio 1."""
     if style == "linear":
         return 1.0 - ratio
     if style == "cosine":

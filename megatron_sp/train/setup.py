@@ -134,7 +134,7 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     except BaseException:
         recorder.close(failed=True)
         raise
-    num_layers, num_parameters = count_parts(model, mesh)
+    num_layers, num_parameters = count_layers_and_parameters(model, mesh)
     world = run.parallel.world_size
     recorder.say(f"model of {num_layers} layers, {num_parameters:,} parameters (vocabulary padded to "
                  f"{run.model.padded_vocab_size:,}); {world} rank{'s' if world > 1 else ''}: {layout_in_words(run)}")
@@ -188,7 +188,7 @@ def samples_to_train(run: Run, state: TrainState) -> int:
                state.consumed_samples + batch.samples(remaining, consumed_samples=state.consumed_samples))
 
 
-def count_parts(model: Any, mesh: ParallelMesh) -> tuple[int, int]:
+def count_layers_and_parameters(model: Any, mesh: ParallelMesh) -> tuple[int, int]:
     """Layers and parameters that were really built, all pipeline stages together."""
     import torch
 

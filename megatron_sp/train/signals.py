@@ -1,4 +1,7 @@
-"""SIGTERM, SIGUSR1 and ``--exit-signal`` ask for a checkpoint and an end. Imports no torch: installed before it is."""
+"""Handle SIGTERM, SIGUSR1 and ``--exit-signal``, which ask the run to save a checkpoint and to end.
+
+Imports no torch, because the handlers are installed before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,15 @@ from types import FrameType
 
 from megatron_sp.config.schema import Run
 
-#: Heeded in every run.
+#: Signals that every run handles.
 ALWAYS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Remembers that a stop was asked for, whenever the signal comes: set-up, step or evaluation.
+    """Remembers a signal, whether it comes during set-up, a step or an evaluation.
 
-    The handler only notes the signal. The ranks agree on it in the next reduction they make
-    anyway (see ``Trainer``), so that a signal to any one rank stops all of them after the same
-    step.
+    The handler only stores the signal's name. ``Trainer`` adds "this rank got a signal" to the reduction that every
+    step makes anyway. So a signal to any one rank stops all ranks after the same step.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = ALWAYS):
@@ -27,7 +29,7 @@ class StopSignals:
 
     @classmethod
     def of(cls, run: Run) -> StopSignals:
-        """Those of every run, and the one that the run names."""
+        """Install handlers for ``ALWAYS`` and for ``--exit-signal``."""
         return cls((*ALWAYS, signal.Signals[run.train.exit_signal]))
 
     def _note(self, number: int, frame: FrameType | None) -> None:

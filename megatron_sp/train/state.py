@@ -1,4 +1,4 @@
-"""The counters of a run: all that resuming needs besides weights and optimizer. Pure."""
+"""The counters of a run, which a checkpoint stores and a resumed run continues. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class TrainState:
-    """Where training is.
+    """The progress of a training.
 
     Attributes:
         iteration: steps done, skipped ones included.
@@ -34,9 +34,9 @@ class TrainState:
         """Count one step.
 
         Args:
-            samples, tokens: of its batch.
-            updated: it changed the weights.
-            failed: its loss or gradients were not finite.
+            samples, tokens: size of the step's batch.
+            updated: whether the step changed the weights.
+            failed: whether the step's loss or gradients were not finite.
         """
         self.iteration += 1
         self.consumed_samples += samples

@@ -18,8 +18,8 @@ from megatron_sp.train.health.loss_scale import LossScaler
 from megatron_sp.train.optimizer import (
     build_optimizer,
     clip_factor,
-    finalize_gradients,
     num_zeros,
+    require_all_gradients,
     scale_gradients,
     squared_norm,
 )
@@ -139,7 +139,7 @@ class TrainStep:
 
     def _reduce(self, loss: torch.Tensor, num_valid: int, scale: float, votes: Sequence[float]) -> StepTotals:
         """Sum this step's numbers over all ranks: the one reduction that every decision is taken from."""
-        finalize_gradients(self.model)
+        require_all_gradients(self.model)
         zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         shares = torch.stack([
             loss.double() / self.mesh.size("tp"),                          # equal on all tp ranks

@@ -91,7 +91,7 @@ class Trainer:
         Raises:
             TrainingError: loss or gradients are not finite, copies of weights differ, or no step succeeds any more.
         """
-        with self.garbage.taken_over():
+        with self.garbage.disabled_while_training():
             self._fit()
 
     def _fit(self) -> None:
@@ -103,7 +103,7 @@ class Trainer:
             self.profiler.before_step(self.state.iteration + 1)
             step = self.train_step()
             self._say_if_any(self.profiler.after_step(self.state.iteration), on_any_rank=True)
-            error = self.failures.fatal() if step.has_failed else ""
+            error = self.failures.reason_to_end() if step.has_failed else ""
             ends = bool(error or self.stop_reason) or self.is_finished() or self._is_due(self.run.train.exit_interval)
             self.recorder.step(step, self.last_iteration, is_last=ends)
             if error:
@@ -125,7 +125,7 @@ class Trainer:
         if not self.stop_reason:
             self.evaluate("valid", "test")
         self.recorder.flush(self.state.iteration, self.state.consumed_samples, self.last_iteration)
-        self._say_if_any(self.failures.at_end())
+        self._say_if_any(self.failures.warning_at_end())
         if self.stop_reason:
             self.recorder.say(f"exiting at iteration {self.state.iteration}: {self.stop_reason}")
 
@@ -162,11 +162,11 @@ class Trainer:
             local = [batch.to(self.mesh.device) for batch in batches]      # each holds this rank's s/sp tokens
         totals = self.step.compute_gradients(local, votes=self._stop_votes)
         if not totals.is_finite:
-            self._say_if_any(self.failures.account(
+            self._say_if_any(self.failures.count_failed_step(
                 totals.loss, totals.grad_norm,
                 lambda: describe_failure(self.model, self.step.engine.microbatch_losses)))
         elif not totals.has_labels:
-            self._say_if_any(self.failures.account_unlabelled(first_sample, samples))
+            self._say_if_any(self.failures.count_unlabelled_step(first_sample, samples))
         learning_rate = self.step.update(totals, state.scheduler_samples)
         state.advance(samples, samples * self.run.data.seq_length, updated=totals.allows_update,
                       failed=not totals.is_finite)

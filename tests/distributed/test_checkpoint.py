@@ -174,7 +174,7 @@ def test_what_the_manifest_cannot_see_is_found_too(source: Path, tmp_path: Path)
     state["config"]["model"] |= {"num_layers": 3, "ffn_hidden_size": 192}
     (path / "state.json").write_text(json.dumps(state))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["state.json"] = files.describe(path / "state.json")
+    manifest["files"]["state.json"] = files.manifest_entry(path / "state.json")
     (path / "manifest.json").write_text(json.dumps(manifest))
     message = load_error(directory, f"{LLAMA} {SCHEDULE} --ffn-hidden-size 192".replace(
         "--num-layers 2", "--num-layers 3"))

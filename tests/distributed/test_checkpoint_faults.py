@@ -99,7 +99,7 @@ def test_a_full_disk_at_any_file_of_a_save_keeps_a_complete_checkpoint(source: P
     for number in range(1, len(messages) + 1):
         found = files.find_checkpoint(tmp_path / str(number))
         assert found and found.iteration == 2
-        assert not any(files.damage(found.path / name, entry)
+        assert not any(files.describe_damage(found.path / name, entry)
                        for name, entry in files.read_manifest(found.path).items())
         assert not list((tmp_path / str(number)).glob("**/*.building"))
 
@@ -193,7 +193,7 @@ def rewrite(checkpoint: Path, name: str, data: bytes) -> None:
     """Change a file and the manifest with it, as a forger would."""
     (checkpoint / name).write_bytes(data)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"][name] = files.describe(checkpoint / name)
+    manifest["files"][name] = files.manifest_entry(checkpoint / name)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 

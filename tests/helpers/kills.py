@@ -26,8 +26,9 @@ KILLED = 9
 def save(directory: Path, iteration: int, text: str) -> Path:
     """Save a checkpoint whose only tensor file holds ``text``."""
     building = writing.start_building(directory, iteration)
-    (building / "__0_0.distcp").write_text(text)
-    return writing.finish_building(building, iteration, {"__0_0.distcp": files.describe(building / "__0_0.distcp")})
+    tensors = building / "__0_0.distcp"
+    tensors.write_text(text)
+    return writing.finish_building(building, iteration, {tensors.name: files.manifest_entry(tensors)})
 
 
 def killed_saves(source: Path, work: Path, iteration: int, text: str) -> list[Path]:

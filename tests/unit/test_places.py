@@ -14,7 +14,7 @@ from megatron_sp.train.report.metrics_file import MetricsFile
 def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="metrics.jsonl cannot be written .*; give --save"):
-        MetricsFile.fresh(tmp_path / "file")
+        MetricsFile.start_new(tmp_path / "file")
 
 
 @pytest.mark.parametrize("flag, value, limit", [("--seed", "4294967296", "at most 4294967295"),

@@ -33,7 +33,7 @@ class Failures:
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             state.skipped_in_a_row = 0      # the checkpoint of a run that gave up: a resume tries as often again
 
-    def account(self, loss: float, grad_norm: float, describe: Callable[[], str]) -> str:
+    def count_failed_step(self, loss: float, grad_norm: float, describe: Callable[[], str]) -> str:
         """Count the current step, whose loss or gradient norm is not finite.
 
         Args:
@@ -55,7 +55,7 @@ class Failures:
         self.last = f"iteration {self.state.iteration + 1}: loss {loss:g}, gradient norm {grad_norm:g}. {describe()}"
         return f"WARNING: {self.last}; the step is left out" if self.tolerated else ""
 
-    def account_unlabelled(self, first_sample: int, samples: int) -> str:
+    def count_unlabelled_step(self, first_sample: int, samples: int) -> str:
         """Count the current step, whose batch has no valid label; returns a warning the first time, else ""."""
         self.state.unlabelled_iterations += 1
         self._num_unlabelled += 1
@@ -65,7 +65,7 @@ class Failures:
                 f"{first_sample + samples - 1}) has a label, because --eod-mask-loss masks all of them. There is no "
                 "loss and the weights stay as they are; the log counts such iterations")
 
-    def fatal(self) -> str:
+    def reason_to_end(self) -> str:
         """After a step that failed: why the run must end, with advice, or ""."""
         if not self.tolerated:
             return (f"{self.last}. Weights are as they were before this step. Try a {self._static_scale()}lower --lr, "
@@ -78,7 +78,7 @@ class Failures:
                 f"{'--bf16 instead of --fp16, ' if self.run.precision.fp16 else ''}"
                 "or go back to an earlier checkpoint with --ckpt-step")
 
-    def at_end(self) -> str:
+    def warning_at_end(self) -> str:
         """At the end of a run: a warning when no step of it changed the weights, or ""."""
         iteration, samples, scale = self._start
         steps = self.state.iteration - iteration

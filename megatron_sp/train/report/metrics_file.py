@@ -17,7 +17,7 @@ NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Append rows to ``directory/metrics.jsonl``. Open it with ``fresh``, ``resumed`` or ``appended``.
+    """Append rows to ``directory/metrics.jsonl``. Open it with ``start_new``, ``resume`` or ``append_to``.
 
     Attributes:
         notes: what was done to an older file, for the log.
@@ -30,21 +30,21 @@ class MetricsFile:
         self._row_is_cut = False
 
     @classmethod
-    def fresh(cls, directory: str | Path) -> MetricsFile:
+    def start_new(cls, directory: str | Path) -> MetricsFile:
         """Start a new file; an older one is kept as ``metrics.1.jsonl``, ``metrics.2.jsonl`` ...
 
         Raises:
             ConfigError: the directory cannot be written.
         """
         metrics = cls(directory)
-        with _named_in_errors(metrics.path):
+        with _naming_file_in_errors(metrics.path):
             metrics.path.parent.mkdir(parents=True, exist_ok=True)
             if metrics.path.exists() and metrics.path.stat().st_size:
                 metrics.notes.append(f"{metrics.path} of an earlier run is kept as {_set_aside(metrics.path)}")
             return metrics._open()
 
     @classmethod
-    def resumed(cls, directory: str | Path, iteration: int) -> MetricsFile:
+    def resume(cls, directory: str | Path, iteration: int) -> MetricsFile:
         """Continue the file of the run that is resumed at ``iteration``.
 
         Later rows, and a last line that was cut short, belong to steps that are made again; they are removed. When
@@ -54,7 +54,7 @@ class MetricsFile:
             ConfigError: the directory cannot be written.
         """
         metrics = cls(directory)
-        with _named_in_errors(metrics.path):
+        with _naming_file_in_errors(metrics.path):
             metrics.path.parent.mkdir(parents=True, exist_ok=True)
             if metrics.path.exists():
                 rows, num_unreadable = _read_rows(metrics.path)
@@ -68,14 +68,14 @@ class MetricsFile:
             return metrics._open()
 
     @classmethod
-    def appended(cls, directory: str | Path) -> MetricsFile:
+    def append_to(cls, directory: str | Path) -> MetricsFile:
         """Append to whatever is there and remove nothing: for a run that only evaluates.
 
         Raises:
             ConfigError: the directory cannot be written.
         """
         metrics = cls(directory)
-        with _named_in_errors(metrics.path):
+        with _naming_file_in_errors(metrics.path):
             metrics.path.parent.mkdir(parents=True, exist_ok=True)
             return metrics._open()
 
@@ -135,7 +135,7 @@ def _read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 @contextmanager
-def _named_in_errors(path: Path) -> Iterator[None]:
+def _naming_file_in_errors(path: Path) -> Iterator[None]:
     """Turn an operating system's error within the block into a ConfigError that names the file and a cure."""
     try:
         yield

@@ -92,7 +92,7 @@ class Recorder:
         means = {"mean_over_steps": interval.steps, "mean_lm_loss": interval.mean_loss,
                  "mean_step_time_ms": 1000 * interval.mean_seconds,
                  **{f"mean_{name}": value for name, value in speed.items()}}
-        self._write(self._row(step, peak) | means | self._tell_times(times))
+        self._write(self._row(step, peak) | means | self._report_times(times))
 
     def flush(self, iteration: int, consumed_samples: int, last_iteration: int) -> None:
         """At the end of the run: log a last step that is not logged yet, and the times since the last log line.
@@ -104,12 +104,12 @@ class Recorder:
             self._log(self._last_step, last_iteration, self._peak_memory())
         times = gather_times(self.timers.take(max(self.interval.steps, 1))) if self.timers.level else {}
         if times and self.is_writer:
-            told = self._tell_times(times, "times_at_end_ms")      # the last step's row has times of its own
+            told = self._report_times(times, "times_at_end_ms")      # the last step's row has times of its own
             self._write({"iteration": iteration, "consumed_samples": consumed_samples} | told)
         if self.run.logging.log_timers_to_tensorboard:
             self._to_tensorboard(_timer_points(self.timers.latest_occasions()), iteration, consumed_samples)
 
-    def _tell_times(self, times: dict[str, list[float]], key: str = "times_ms") -> dict[str, Any]:
+    def _report_times(self, times: dict[str, list[float]], key: str = "times_ms") -> dict[str, Any]:
         """Print the times, if there are any; what the row says of them, under this key."""
         if not times:
             return {}
@@ -246,10 +246,10 @@ def _open_metrics(run: Run, state: TrainState) -> MetricsFile | None:
     if not save:
         return None
     if run.train.skip_train:
-        return MetricsFile.appended(save)
+        return MetricsFile.append_to(save)
     if state.iteration and Path(load).resolve() == Path(save).resolve():
-        return MetricsFile.resumed(save, state.iteration)
-    return MetricsFile.fresh(save)
+        return MetricsFile.resume(save, state.iteration)
+    return MetricsFile.start_new(save)
 
 
 def _timer_points(seconds: dict[str, float]) -> dict[str, float]:

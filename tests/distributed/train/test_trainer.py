@@ -214,13 +214,13 @@ def output_with_overflowing_gradients(flags: str) -> str:
     """The run's output when every backward gives infinities at any loss scale, and losses are fine."""
     from megatron_sp.train import train_step
 
-    original = train_step.finalize_gradients
+    original = train_step.require_all_gradients
 
     def spoiled(model: torch.nn.Module) -> None:
         original(model)
         next(p.grad for p in model.parameters() if p.grad is not None).fill_(float("inf"))
 
-    train_step.finalize_gradients = spoiled  # type: ignore[assignment]
+    train_step.require_all_gradients = spoiled  # type: ignore[assignment]
     return "".join(train_and_tell(flags))
 
 

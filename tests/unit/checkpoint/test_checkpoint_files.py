@@ -72,7 +72,7 @@ def test_a_kill_at_any_instant_of_a_save_leaves_complete_checkpoints(
         assert set(before) <= set(files.complete_iterations(copy)) <= {*before, iteration}, copy
         for number, path in files.complete_checkpoints(copy).items():
             (entry,) = files.read_manifest(path).values()
-            assert files.damage(path / "__0_0.distcp", entry) == ""
+            assert files.describe_damage(path / "__0_0.distcp", entry) == ""
             assert (path / "__0_0.distcp").read_text() in ({"old", "new"} if number == iteration else {"old"})
         assert before == () or found(copy) is not None
         save(copy, iteration, "later")
@@ -140,9 +140,9 @@ def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:
 
 def test_files_beside_those_of_the_manifest_are_seen(tmp_path: Path) -> None:
     path = save(tmp_path, 4, "data")
-    assert files.unlisted(path, files.read_manifest(path)) == []
+    assert files.unlisted_files(path, files.read_manifest(path)) == []
     (path / "__1_0.distcp").write_text("of another layout")
-    assert files.unlisted(path, files.read_manifest(path)) == ["__1_0.distcp"]
+    assert files.unlisted_files(path, files.read_manifest(path)) == ["__1_0.distcp"]
 
 
 STATE: dict[str, Any] = {
@@ -155,7 +155,7 @@ STATE: dict[str, Any] = {
 def save_state(directory: Path, state: Any) -> Path:
     building = writing.start_building(directory, 4)
     writing.write_durably(building / files.STATE, json.dumps(state))
-    return writing.finish_building(building, 4, {files.STATE: files.describe(building / files.STATE)})
+    return writing.finish_building(building, 4, {files.STATE: files.manifest_entry(building / files.STATE)})
 
 
 @pytest.mark.parametrize("harm", [("config", "confih"), ('"format": 1', '"format": 2'), ("4", "5")])
@@ -226,9 +226,9 @@ def test_strange_names_in_the_directory_are_ignored(tmp_path: Path) -> None:
 def test_damage_is_found(tmp_path: Path, harm: Callable[[Path], object], message: str) -> None:
     path = save(tmp_path, 4, "data")
     entries = files.read_manifest(path)
-    assert not any(files.damage(path / name, entry) for name, entry in entries.items())
+    assert not any(files.describe_damage(path / name, entry) for name, entry in entries.items())
     harm(path / "__0_0.distcp")
-    assert message in files.damage(path / "__0_0.distcp", entries["__0_0.distcp"])
+    assert message in files.describe_damage(path / "__0_0.distcp", entries["__0_0.distcp"])
 
 
 def test_another_model_is_refused_by_flag() -> None:
@@ -245,11 +245,11 @@ def test_another_model_is_refused_by_flag() -> None:
 
 def test_what_may_change_is_told() -> None:
     run = tiny_run(STYLES["llama"].split())
-    assert compare.changed(to_dict(run), run) == []
+    assert compare.differences_in_words(to_dict(run), run) == []
     other = replace(run, train=replace(run.train, seed=1, global_batch_size=8))
-    lines = compare.changed(to_dict(run), other)
+    lines = compare.differences_in_words(to_dict(run), other)
     assert lines == ["--global-batch-size is 8, was 4 in the checkpoint",
                      "--seed is 1, was 1234 in the checkpoint; the order of the data changes with it"]
     other = replace(run, precision=replace(run.precision, fp16=True, hysteresis=3))
-    assert compare.changed(to_dict(run), other) == ["--fp16 is on, was off in the checkpoint",
+    assert compare.differences_in_words(to_dict(run), other) == ["--fp16 is on, was off in the checkpoint",
                                                     "--hysteresis is 3, was 2 in the checkpoint"]

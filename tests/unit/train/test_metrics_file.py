@@ -18,7 +18,7 @@ from tests.helpers.configs import STYLES, tiny_run
 def test_resume_keeps_the_rows_up_to_its_iteration(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 2, "valid_loss": 1}\n{"iteration": 3}\n{"iter')
-    metrics = MetricsFile.resumed(tmp_path, 2)
+    metrics = MetricsFile.resume(tmp_path, 2)
     assert metrics.notes == []
     metrics.write({"iteration": 3, "lm_loss": math.nan})
     metrics.close()
@@ -28,7 +28,7 @@ def test_resume_keeps_the_rows_up_to_its_iteration(tmp_path: Path) -> None:
 
 def test_a_fresh_run_sets_older_metrics_aside(tmp_path: Path) -> None:
     for number in range(3):
-        metrics = MetricsFile.fresh(tmp_path)
+        metrics = MetricsFile.start_new(tmp_path)
         metrics.write({"iteration": number})
         metrics.close()
     assert {path.name: read_metrics(path)[0]["iteration"] for path in tmp_path.iterdir()} == {
@@ -38,23 +38,23 @@ def test_a_fresh_run_sets_older_metrics_aside(tmp_path: Path) -> None:
 def test_an_evaluation_appends_and_removes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iteration": 9}\n')
-    metrics = MetricsFile.appended(tmp_path)
+    metrics = MetricsFile.append_to(tmp_path)
     metrics.write({"iteration": 1, "valid_loss": 2.0})
     metrics.close()
     assert [row["iteration"] for row in read_metrics(path)] == [1, 9, 1]
 
 
 @pytest.mark.parametrize("flags, expected", [
-    ("--save {a} --load {a}", "resumed"),
-    ("--save {b} --load {a}", "fresh"),             # the file there is another run's
-    ("--save {a}/../a --load {a}", "resumed"),      # another spelling of the same directory
-    ("--save {a} --load {a} --skip-train --eval-iters 1", "appended"),
+    ("--save {a} --load {a}", "resume"),
+    ("--save {b} --load {a}", "start_new"),        # a metrics file in b belongs to another run
+    ("--save {a}/../a --load {a}", "resume"),      # another spelling of the same directory
+    ("--save {a} --load {a} --skip-train --eval-iters 1", "append_to"),
     ("--load {a}", "none")])
 def test_only_a_run_that_goes_on_in_its_directory_continues_its_file(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: str) -> None:
     (tmp_path / "a").mkdir()
     done = ["none"]
-    for name in ("fresh", "resumed", "appended"):
+    for name in ("start_new", "resume", "append_to"):
         monkeypatch.setattr(MetricsFile, name, lambda *_, name=name: done.append(name))
     text = flags.format(a=tmp_path / "a", b=tmp_path / "b") + " --save-interval 9" * ("--save" in flags)
     recorder._open_metrics(tiny_run([*STYLES["llama"].split(), *text.split()]), TrainState(iteration=5))
@@ -66,7 +66,7 @@ def test_a_damaged_file_is_kept_and_its_readable_rows_go_on(tmp_path: Path) -> N
     damaged = b'{"iteration": 1}\n\xff\xfe\x00garbage\n[1]\n{"iteration": 2}\n{"iteration": 3}\n{"iter'
     path.write_bytes(damaged)
     assert [row["iteration"] for row in read_metrics(path)] == [1, 2, 3]
-    metrics = MetricsFile.resumed(tmp_path, 2)
+    metrics = MetricsFile.resume(tmp_path, 2)
     metrics.write({"iteration": 3})
     metrics.close()
     (note,) = metrics.notes
@@ -77,7 +77,7 @@ def test_a_damaged_file_is_kept_and_its_readable_rows_go_on(tmp_path: Path) -> N
 
 def test_an_empty_file_is_not_worth_keeping(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    MetricsFile.fresh(tmp_path).close()
+    MetricsFile.start_new(tmp_path).close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

@@ -15,8 +15,8 @@ from megatron_sp.train.optimizer import (
     build_optimizer,
     clip_factor,
     clip_grad_norm,
-    finalize_gradients,
     num_zeros,
+    require_all_gradients,
     squared_norm,
 )
 
@@ -86,7 +86,7 @@ def test_a_parameter_without_gradient_is_an_error() -> None:
     model = model_with_gradients((4, 3), (5,))
     list(model.parameters())[1].grad = None
     with pytest.raises(TrainingError, match="p1"):
-        finalize_gradients(model)
+        require_all_gradients(model)
 
 
 def test_moments_are_those_of_torchs_adamw() -> None:

@@ -64,7 +64,7 @@ def test_garbage_is_collected_when_said_and_the_automatic_comes_back(monkeypatch
     calls: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda generation=2: calls.append(generation))
     garbage = GarbageCollection(manual=True, interval=2)
-    with garbage.taken_over():
+    with garbage.disabled_while_training():
         assert not gc.isenabled() and calls == [2]
         for iteration in (1, 2, 3, 4):
             garbage.after_step(iteration)
@@ -74,7 +74,7 @@ def test_garbage_is_collected_when_said_and_the_automatic_comes_back(monkeypatch
     assert gc.isenabled() and calls[3:] == [0, 0]
     calls.clear()
     automatic = GarbageCollection(manual=False, interval=2)
-    with automatic.taken_over(), automatic.around_evaluation():
+    with automatic.disabled_while_training(), automatic.around_evaluation():
         automatic.after_step(2)
         assert gc.isenabled() and not calls
 
