@@ -65,7 +65,7 @@ def test_two_nodes_train_as_one_process(cluster: SlurmCluster, tmp_path: Path) -
     split.mkdir()
     alone.mkdir()
     job = submit(cluster, split, "--train-iters", "4", "--ulysses-size", "2")
-    assert cluster.wait_for(job, "COMPLETED", "FAILED", "NODE_FAIL", timeout=120) == "COMPLETED", logs(split)
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", "NODE_FAIL", timeout=200) == "COMPLETED", logs(split)
     command = run_program("bash", SCRIPT, "--train-iters", "4", DRY_RUN="1", **variables(alone)).stdout
     done = run_program(*command.split())
     assert done.returncode == 0, done.stdout + done.stderr

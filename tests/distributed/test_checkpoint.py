@@ -158,7 +158,7 @@ def test_damage_and_mismatch_are_refused(source: Path, tmp_path: Path) -> None:
     message = load_error(directory, f"{flags} --optimizer sgd")
     assert "--optimizer" in message
     message = load_error(directory, flags.replace("--lr 1e-2", "--lr 2e-2"))
-    assert "peak 0.02 here, 0.01 in the checkpoint" in message and "--override-opt_param-scheduler" in message
+    assert "(--lr 0.02) and 0.01 in the checkpoint" in message and "--override-opt_param-scheduler" in message
     message = load_error(directory, f"{flags} --ckpt-step 3")
     assert "--ckpt-step 3" in message and "complete checkpoints here: 4" in message
     message = load_error(tmp_path / "nothing", f"{flags} --exit-on-missing-checkpoint")

@@ -133,7 +133,8 @@ def _places(ranks: list[_Rank], verdict: str) -> list[str]:
 def _serve(rank: int, world_size: int, connection: Connection, store: str, trace: str) -> None:
     """A rank's life: receive a function, run it within a process group, answer."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-                      LOCAL_WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
+                      LOCAL_WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="",
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # as a launcher does; the group exists already
     with open(trace, "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
         try:

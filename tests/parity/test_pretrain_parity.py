@@ -128,8 +128,6 @@ def _main(argv: list[str], directory: str) -> None:
     import pretrain_gpt
 
     os.chdir(directory)
-    # The program asks for a place to meet and then finds that the ranks have met; it opens no port.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     with open(f"output_{os.environ['RANK']}.txt", "w") as file, contextlib.redirect_stdout(file):
         code = pretrain_gpt.main(argv)
     assert not code, code
