@@ -1,8 +1,9 @@
 """Everything this package uses of torch outside its documented interface, in one place.
 
-Another version of torch may rename or drop these things without notice. ``check_torch`` looks for them when the
-first mesh is built, so that a run under such a version stops with one clear message instead of failing later.
-Kernels for attention have fallbacks and are looked up where they are used (``model/attention/block_kernels.py``).
+Another version of torch may rename or drop these functions and operators without notice. ``check_torch`` looks for
+those that every run needs when the first mesh is built. A run under a torch version that lacks one then stops with one
+clear message instead of failing later. The operators of fused attention are not among them: where one is missing,
+``model/attention/block_kernels.py`` uses its own slower kernel.
 """
 
 from __future__ import annotations
@@ -19,34 +20,38 @@ from megatron_sp.errors import InstallationError
 
 #: Oldest torch that the tests pass with; ``pyproject.toml`` says the same.
 OLDEST = "2.11"
-#: The operator that an all-to-all is for selective recomputation, which keeps the results of operators by name.
+#: Name of the operator that runs an all-to-all. Selective recomputation keeps the results of operators by their names.
 ALL_TO_ALL_OPERATOR = "_c10d_functional.all_to_all_single"
-#: torch's names of the pipeline actions that a forward pass consists of.
+#: The operators of torch's fused attention for CPUs: forward and backward.
+CPU_FLASH_OPERATORS = (
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+#: torch's names of the actions in a pipeline schedule that belong to the forward pass.
 FORWARD_ACTIONS = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
 def check_torch() -> None:
-    """Check that this torch has what the package needs of its internals.
+    """Check that the installed torch has all internal functions and operators that every run needs.
 
     Raises:
-        InstallationError: naming the version and everything that is missing.
+        InstallationError: something is missing. The message names the version of torch and all that is missing.
     """
     missing = [name for name, exists in {
         "all_reduce, wait_tensor and all_to_all_single of torch.distributed._functional_collectives": all(
             hasattr(functional, name) for name in ("all_reduce", "wait_tensor", "all_to_all_single")),
         "an all-gather and a reduce-scatter in torch.distributed._functional_collectives": bool(
-            _renamed("all_gather_single", "all_gather_tensor") and _renamed("reduce_scatter_single",
-                                                                           "reduce_scatter_tensor")),
+            _find_collective("all_gather_single", "all_gather_tensor")
+            and _find_collective("reduce_scatter_single", "reduce_scatter_tensor")),
         f"the operator {ALL_TO_ALL_OPERATOR}": hasattr(torch.ops._c10d_functional, "all_to_all_single"),
         "the action types F, B, I and W of torch.distributed.pipelining": _has_action_types(),
     }.items() if not exists]
     if missing:
-        raise InstallationError(f"torch {torch.__version__} lacks {'; '.join(missing)}. megatron_sp uses these "
-                                f"internals; install a version from {OLDEST} up to the one in requirements.txt")
+        raise InstallationError(f"torch {torch.__version__} lacks {'; '.join(missing)}. megatron_sp needs these "
+                                f"internals of torch. Install a version from {OLDEST} up to the one in "
+                                "requirements.txt.")
 
 
-def _renamed(new: str, old: str) -> Any:
-    """A function of torch's functional collectives, which torch 2.13 renamed."""
+def _find_collective(new: str, old: str) -> Any:
+    """Return a functional collective under the name it has from torch 2.13 on, or under its name before; else None."""
     return getattr(functional, new, None) or getattr(functional, old, None)
 
 
@@ -60,63 +65,120 @@ def _has_action_types() -> bool:
 # ---------------------------------------------------------------- collectives that return new tensors
 
 def all_reduce(x: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """``operation`` (sum, max) of the ranks' tensors."""
+    """Return the elementwise ``operation`` ("sum" or "max") of the tensors of all ranks of the group."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), operation, group))
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The ranks' tensors one after another along dimension 0."""
-    return functional.wait_tensor(_renamed("all_gather_single", "all_gather_tensor")(x.contiguous(), 0, group))
+    """Return the tensors of all ranks of the group, concatenated along dimension 0 in rank order."""
+    return functional.wait_tensor(_find_collective("all_gather_single", "all_gather_tensor")(x.contiguous(), 0, group))
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's piece, along dimension 0, of the sum of the ranks' tensors."""
-    reduce = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+    """Sum the tensors of all ranks and return this rank's shard of the sum along dimension 0."""
+    reduce = _find_collective("reduce_scatter_single", "reduce_scatter_tensor")
     return functional.wait_tensor(reduce(x.contiguous(), "sum", 0, group))
 
 
 def start_all_to_all(x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Start an all-to-all of rows; the result may be read after ``wait``, and x must live until then.
+    """Start an all-to-all of rows and return the tensor that it fills.
 
-    This calls the operator itself: torch's Python function returns a tensor that waits at its first use, which
-    autograd makes too early.
+    The caller may read the result only after ``wait(result)`` and must keep ``x`` alive until then.
+
+    This calls the operator and not torch's Python function around it. The Python function returns a tensor that waits
+    at its first use, and autograd uses it at once, so that no work could overlap with the exchange.
+
+    Args:
+        x: [rows, width], the rows for rank 0 first, then those for rank 1, and so on.
+        send: number of rows for each rank.
+        receive: number of rows from each rank.
+    Returns:
+        [sum(receive), width], in rank order
     """
     return torch.ops._c10d_functional.all_to_all_single(x, receive, send, group.group_name)
 
 
 def wait(x: torch.Tensor) -> torch.Tensor:
-    """Wait for a collective that was started. On a GPU its stream waits, not the CPU."""
+    """Wait for a collective that was started, and return its result. On a GPU only the stream waits, not the CPU."""
     return functional.wait_tensor(x)
 
 
 # ---------------------------------------------------------------- pipeline schedules
 
-def computations(schedule: Any, rank: int) -> list[tuple[str, int, int]]:
-    """What a rank computes in a schedule of several stages, in order: (kind, stage, microbatch)."""
+def computation_order(schedule: Any, rank: int) -> list[tuple[str, int, int]]:
+    """Return what a rank computes in a schedule with several stages per rank: (kind, stage, microbatch), in order.
+
+    The kind is F (forward), B (full backward), I (gradient of the stage's input) or W (gradients of its weights).
+    """
     actions = [part for action in schedule.pipeline_order[rank] if action is not None
                for part in (action.sub_actions or (action,))]
     return [(action.computation_type.value, action.stage_index, action.microbatch_index)
             for action in actions if action.computation_type.value in "FBIW"]
 
 
-def keep_forward(schedule: Any) -> None:
-    """Remove all backward actions from a schedule, which then only evaluates.
+def remove_backward_actions(schedule: Any) -> None:
+    """Remove all backward actions from a schedule, so that it can only evaluate.
 
     torch's own evaluation mode fails where two neighbouring stages are on one rank.
     """
-    orders = getattr(schedule, "pipeline_order_with_comms", None) or {}  # schedules of one stage a rank have none
+    # Schedules with one stage per rank have no list of actions, and torch's evaluation mode works for them.
+    orders = getattr(schedule, "pipeline_order_with_comms", None) or {}
     for rank, actions in orders.items():
         parts = [part for action in actions for part in (action.sub_actions or (action,))]
         orders[rank] = [action for action in parts if action.computation_type.value in FORWARD_ACTIONS]
 
 
-# ---------------------------------------------------------------- the rest
+# ---------------------------------------------------------------- fused attention that returns the log-sum-exp
+
+def has_cpu_flash_attention() -> bool:
+    """Return whether this torch has the operators that ``cpu_flash_attention`` and its backward call."""
+    return all(hasattr(torch.ops.aten, name) for name in CPU_FLASH_OPERATORS)
+
+
+def cpu_flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend on a CPU: q [b, n, t, d], k, v [b, g, t', d] -> o [b, n, t, d], log-sum-exp [b, n, t]."""
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return o, lse
+
+
+def cpu_flash_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                                 o: torch.Tensor, lse: torch.Tensor,
+                                 causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v, given that of o; shapes as in ``cpu_flash_attention``."""
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, o, lse, 0.0, causal)
+    return dq, dk, dv
+
+
+def gpu_flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend on a GPU in half precision: q [b, n, t, d], k, v [b, n, t', d] -> o [b, n, t, d], log-sum-exp [b, n, t].
+
+    Unlike the operator for CPUs, this one needs as many key/value heads as query heads.
+    """
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return o, lse
+
+
+def gpu_flash_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                                 o: torch.Tensor, lse: torch.Tensor,
+                                 causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v, given that of o; shapes as in ``gpu_flash_attention``."""
+    no_random_state = torch.zeros(2, dtype=torch.int64, device=q.device)  # only dropout needs one
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, no_random_state,
+        no_random_state)
+    return dq, dk, dv
+
+
+# ---------------------------------------------------------------- store and warnings
 
 def default_store() -> dist.Store:
-    """The store through which the ranks of the default group met; it works while collectives do not."""
+    """Return the store through which the ranks of the default group met. It works even while collectives fail."""
     return dist.distributed_c10d._get_default_store()
 
 
 def silence_redistribution() -> None:
-    """Stop torch's warnings that gathering a whole tensor is slow, for programs that mean to do it."""
+    """Switch off torch's warnings that gathering a whole DTensor is slow, in programs that gather on purpose."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

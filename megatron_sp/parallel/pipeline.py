@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
 from megatron_sp.parallel.mesh import ParallelMesh
-from megatron_sp.torch_internals import computations, keep_forward
+from megatron_sp.torch_internals import computation_order, remove_backward_actions
 from megatron_sp.transport.channel import CollectiveChannel
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -47,7 +47,7 @@ def schedule_order(schedule: str, pp: int, stages_per_rank: int,
                              is_first=number == 0, is_last=number == num_stages - 1, submod=nn.Identity())
              for number in stages_of_rank(schedule, pp, stages_per_rank, 0)]
     made = kind(parts, num_microbatches)
-    return [computations(made, rank) for rank in range(pp)]
+    return [computation_order(made, rank) for rank in range(pp)]
 
 
 def _one_stage_order(stage: int, warm_up: int, num_microbatches: int) -> list[tuple[str, int, int]]:
@@ -136,7 +136,7 @@ class PipelineRunner:
             self._schedules[key] = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
                                         num_microbatches, loss_fn=self.loss, scale_grads=False)
             if not training:
-                keep_forward(self._schedules[key])
+                remove_backward_actions(self._schedules[key])
         return self._schedules[key]
 
     def _arguments(self, tokens: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor]) -> tuple[Any, Any]:

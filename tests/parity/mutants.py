@@ -79,7 +79,8 @@ MUTANTS = {
         "train/forward_backward.py", "return total, sum(batch.num_valid for batch in microbatches)",
         "return total, sum(batch.labels.numel() for batch in microbatches)", 1, "", "evaluation loss"),
     "gradients summed twice": Mutant(
-        "parallel/gradients.py", "in _buckets(gradients):", "in [*_buckets(gradients)] * 2:", 2, U2, "gradient"),
+        "parallel/gradients.py", "(\"fsdp\").sum_in_place(list(", "(\"fsdp\").sum_in_place(2 * list(", 2, U2,
+        "gradient"),
     "mean instead of sum": Mutant(
         "parallel/zero.py", "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)", 2,
         f"{U2} --zero-stage 2", "gradient"),

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "parallel.collectives": ("errors", "config.schema", "layout", "parallel.mesh", "torch_internals", "transport"),
     "parallel": ("errors", "config.schema", "layout", "torch_internals", "transport", "parallel"),
     "data": ("errors", "output_files", "progress", "config", "layout", "data"),
-    "model": ("errors", "config", "layout", "parallel", "activations", "model"),
+    "model": ("errors", "config", "layout", "torch_internals", "parallel", "activations", "model"),
     "inference": ("errors", "config", "parallel", "model", "inference"),
     "checkpoint": ("errors", "config", "parallel.mesh", "model", "checkpoint"),
     "proof": ("errors", "runtime", "config", "layout", "parallel", "data", "model", "torch_internals",

@@ -2,8 +2,8 @@
 
 An attention core sees all keys. A block kernel sees some of them: its forward also returns the log-sum-exp of the
 scores, with which the ring merges the results of several blocks, and its backward takes the merged output and
-log-sum-exp. The fast kernels call private operators of torch, which may change or go with another version. So they are
-looked up by name and, on a GPU, compared with the unfused kernel before a run uses them.
+log-sum-exp. The fast kernels call private operators of torch (``torch_internals``), which another version of torch may
+change or drop. So a run uses them only where they exist and, on a GPU, give the results of the unfused kernel.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_sp import torch_internals
 from megatron_sp.model.attention.cores import HALF, copy_heads
 from megatron_sp.model.attention.unfused import block_attention, query_blocks
 from megatron_sp.parallel.ring import BlockKernel, Triple
-
-CPU_OPERATORS = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
 class UnfusedBlockKernel:
@@ -67,15 +66,14 @@ class CPUFlashBlockKernel:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ring.BlockKernel``."""
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal)
+        o, lse = torch_internals.cpu_flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), causal)
         return o.transpose(1, 2), lse
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
         """See ``ring.BlockKernel``."""
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(x.transpose(1, 2) for x in (grad, q, k, v, o)), lse, 0.0, causal)
+        dq, dk, dv = torch_internals.cpu_flash_attention_backward(
+            *(x.transpose(1, 2) for x in (grad, q, k, v, o)), lse, causal)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -91,8 +89,7 @@ class GPUFlashBlockKernel:
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ring.BlockKernel``."""
         k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
-        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal)
+        o, lse = torch_internals.gpu_flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), causal)
         return o.transpose(1, 2), lse
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
@@ -100,10 +97,8 @@ class GPUFlashBlockKernel:
         """See ``ring.BlockKernel``."""
         copies = q.shape[2] // k.shape[2]
         all_k, all_v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
-        no_random_state = torch.zeros(2, dtype=torch.int64, device=q.device)  # there is no dropout
-        dq, dk, dv = (x.transpose(1, 2) for x in torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(x.transpose(1, 2) for x in (grad, q, all_k, all_v, o)), lse.contiguous(), None, None, q.shape[1],
-            k.shape[1], 0.0, causal, no_random_state, no_random_state))
+        dq, dk, dv = (x.transpose(1, 2) for x in torch_internals.gpu_flash_attention_backward(
+            *(x.transpose(1, 2) for x in (grad, q, all_k, all_v, o)), lse, causal))
         if copies > 1:  # the gradient of a head is the sum over its copies
             dk, dv = (x.unflatten(2, (-1, copies)).sum(3, dtype=torch.float32) for x in (dk, dv))
         return dq, dk, dv
@@ -147,7 +142,7 @@ def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int)
     changed = (f"does not work in torch {torch.__version__}, whose operators are missing or have changed. Install a "
                "torch version that the requirements name, or use --ulysses-size instead of --ring-size")
     if device.type == "cpu":
-        reason = "" if all(hasattr(torch.ops.aten, name) for name in CPU_OPERATORS) else changed
+        reason = "" if torch_internals.has_cpu_flash_attention() else changed
     elif dtype not in HALF:
         reason = "computes in half precision only. Give --bf16"
     elif head_dim % 8 or head_dim > 256:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_sp import torch_internals
 from megatron_sp.config.load import load_run
 from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.errors import ConfigError
@@ -123,7 +124,7 @@ def test_a_ring_that_attends_unfused_says_so(monkeypatch: pytest.MonkeyPatch) ->
         chosen = choose_block_kernel(GPU, dtype, head_dim)
         assert isinstance(chosen.kernel, UnfusedBlockKernel)
         assert words in chosen.warnings[0] and "many times slower" in chosen.warnings[0]
-    monkeypatch.setattr(block_kernels, "CPU_OPERATORS", ("_renamed",))
+    monkeypatch.setattr(torch_internals, "CPU_FLASH_OPERATORS", ("_renamed",))
     run = tiny_run([*STYLES["llama"].split(), "--ring-size", "2"], 2)
     kernels = choose_kernels(run, CPU)
     assert "unfused in query blocks (blocks of a ring)" in kernels_in_words(run, kernels)
