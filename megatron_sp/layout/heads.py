@@ -1,8 +1,12 @@
-"""Which head is where: query and key/value heads over tp and Ulysses ranks.
+"""Which query and key/value heads each tensor-parallel and each Ulysses rank computes. Pure arithmetic.
 
-Pure arithmetic. Query head i takes key/value head ``i * g // n``; no alignment of groups with
-ranks is assumed, so any head counts work: heads that do not divide are split unevenly, and a
-key/value head needed by several ranks is sent to each of them (its gradients are summed).
+Query head i of n uses key/value head ``i * g // n`` of g. Any numbers of heads work. When the ranks do not divide the
+query heads, some ranks get one head more than others. When several ranks need the same key/value head, each of them
+gets a copy, and the gradients of the copies are summed. Six query heads, two key/value heads, four Ulysses ranks::
+
+    rank               0     1     2     3
+    query heads       0 1   2 3    4     5
+    key/value heads    0    0 1    1     1
 """
 
 from __future__ import annotations
@@ -13,26 +17,39 @@ Range = tuple[int, int]
 
 
 def split_evenly(count: int, parts: int) -> list[Range]:
-    """Cut ``count`` things into ``parts`` runs whose sizes differ by at most one, larger ones first."""
+    """Return ``parts`` consecutive ranges that cover ``0 .. count``; the first may be larger by 1 than the rest."""
     size, extra = divmod(count, parts)
     bounds = [part * size + min(part, extra) for part in range(parts + 1)]
     return list(zip(bounds, bounds[1:]))
 
 
 def kv_range(query: Range, num_query: int, num_kv: int) -> Range:
-    """Key/value heads that a run of query heads needs."""
+    """Return the range of the key/value heads that a range of query heads uses."""
     start, stop = query
     if start == stop:
         return 0, 0
     return start * num_kv // num_query, (stop - 1) * num_kv // num_query + 1
 
 
+def are_equal_groups(kv_indices: tuple[int, ...]) -> bool:
+    """Return whether query heads that use these key/value heads form equal groups in order, as attention kernels need.
+
+    Examples: ``(0, 0, 1, 1)`` does; ``(0, 1, 1)`` does not.
+    """
+    num_kv = kv_indices[-1] + 1
+    return len(kv_indices) % num_kv == 0 and kv_indices == tuple(
+        i * num_kv // len(kv_indices) for i in range(len(kv_indices)))
+
+
 @dataclass(frozen=True)
 class HeadSplit:
-    """The heads of one tp rank and their split over the Ulysses ranks.
+    """The heads of one tensor-parallel rank and their split over its Ulysses ranks.
 
-    ``query`` and ``kv`` are the global heads this tp rank computes; ``ulysses_query[p]`` and
-    ``ulysses_kv[p]`` are the heads that Ulysses rank p attends with, counted within them.
+    Attributes:
+        num_query, num_kv: heads of the model.
+        query, kv: the model's heads that this tensor-parallel rank computes.
+        ulysses_query, ulysses_kv: for each Ulysses rank the heads that it attends with, counted from the first head in
+            ``query`` or ``kv``.
     """
 
     num_query: int
@@ -44,14 +61,14 @@ class HeadSplit:
 
     @classmethod
     def of(cls, num_query: int, num_kv: int, *, tp: int = 1, tp_rank: int = 0, ulysses: int = 1) -> HeadSplit:
-        """The split for one tp rank; tp must divide the query heads."""
+        """Return the split for one tensor-parallel rank; tp must divide the query heads."""
         assert num_query % tp == 0 and num_query % num_kv == 0
         share = num_query // tp
-        return cls.over((tp_rank * share, (tp_rank + 1) * share), num_query, num_kv, ulysses)
+        return cls.of_query_heads((tp_rank * share, (tp_rank + 1) * share), num_query, num_kv, ulysses)
 
     @classmethod
-    def over(cls, query: Range, num_query: int, num_kv: int, ulysses: int) -> HeadSplit:
-        """The split of a run of query heads, with the key/value heads they need."""
+    def of_query_heads(cls, query: Range, num_query: int, num_kv: int, ulysses: int) -> HeadSplit:
+        """Return the split of a range of query heads and of the key/value heads that they use."""
         kv = kv_range(query, num_query, num_kv)
         pieces = split_evenly(query[1] - query[0], ulysses)
         needs = [kv_range((query[0] + a, query[0] + b), num_query, num_kv) for a, b in pieces]
@@ -59,34 +76,41 @@ class HeadSplit:
         return cls(num_query, num_kv, query, kv, tuple(pieces), tuple(local))
 
     def in_groups(self, count: int) -> list[HeadSplit]:
-        """This rank's heads cut into runs, each split over the Ulysses ranks by itself."""
-        first = self.query[0]
-        return [HeadSplit.over((first + start, first + stop), self.num_query, self.num_kv, len(self.ulysses_query))
+        """Cut this rank's heads into ``count`` groups and return the split of each group over the Ulysses ranks."""
+        first, ulysses = self.query[0], len(self.ulysses_query)
+        return [HeadSplit.of_query_heads((first + start, first + stop), self.num_query, self.num_kv, ulysses)
                 for start, stop in split_evenly(self.query[1] - first, count)]
 
     @property
     def kv_is_replicated_over_tp(self) -> bool:
-        """Whether tp does not divide the key/value heads, so that their weights are kept whole."""
+        """Whether every tensor-parallel rank keeps all key/value weights, because tp does not divide their heads."""
         share = self.query[1] - self.query[0]
         return self.num_kv % (self.num_query // share) != 0
 
-    def groups(self, ulysses_rank: int) -> tuple[int, ...]:
-        """For each query head of a Ulysses rank, the index of its key/value head on that rank."""
+    def kv_indices(self, ulysses_rank: int) -> tuple[int, ...]:
+        """Return for each query head of a Ulysses rank which of the rank's key/value heads it uses, counted from 0."""
         first, last = self.ulysses_query[ulysses_rank]
         offset = self.kv[0] + self.ulysses_kv[ulysses_rank][0]
         return tuple((self.query[0] + head) * self.num_kv // self.num_query - offset for head in range(first, last))
 
     @property
     def heads_sent(self) -> int:
-        """Query, key and value heads that a rank sends of each of its tokens, itself included."""
+        """How many heads of each token a rank distributes: query, key and value heads, those it keeps included.
+
+        A key/value head that several ranks need counts once for each of them.
+        """
         return sum(stop - start for start, stop in self.ulysses_query) + 2 * sum(
             stop - start for start, stop in self.ulysses_kv)
 
-    def free_groups(self, wanted: int) -> int:
-        """The most groups up to ``wanted`` that give each rank a head and send no key/value head twice for it."""
-        def is_free(count: int) -> bool:
+    def max_groups_without_extra_traffic(self, wanted: int) -> int:
+        """Return the largest number of groups, at most ``wanted``, whose exchanges send no more than one group's.
+
+        In such a number of groups each rank has a query head of each group, and no key/value head is needed by two
+        groups, which would send it twice.
+        """
+        def sends_no_more(count: int) -> bool:
             parts = self.in_groups(count)
             return sum(part.heads_sent for part in parts) == self.heads_sent and all(
                 start < stop for part in parts for start, stop in part.ulysses_query)
 
-        return max(count for count in range(1, wanted + 1) if count == 1 or is_free(count))
+        return max(count for count in range(1, wanted + 1) if count == 1 or sends_no_more(count))

@@ -1,12 +1,33 @@
-"""Ring attention: keys and values travel, queries stay, partial results are merged by log-sum-exp.
+"""Ring attention: each rank keeps its queries and sends blocks of keys and values around a ring of ranks.
 
-Liu et al. (arXiv 2310.01889), with the zigzag ownership of ``layout.SequenceLayout`` so that every
-ring member does the same work under the causal mask: in each step a member either attends with
-all its queries to the early half of the visiting keys, or with its late queries to all of them,
-and no step needs a mask but the first. The next block is sent while the current one is computed.
+Source: Liu et al. (arXiv 2310.01889). In each step a rank attends to the block of keys and values that it holds, and
+meanwhile sends this block to the next rank. It merges the results of all steps by their log-sum-exp. A ring of three::
 
-Forward sends ``(r-1) * t * 2 * g * d`` elements per member, backward as much again for the keys
-and values and as much for their gradients plus one hop home.
+    step       0               1               2
+    rank 0     attend to kv 0  attend to kv 2  attend to kv 1
+    rank 1     attend to kv 1  attend to kv 0  attend to kv 2      network in steps 0 and 1: rank r sends
+    rank 2     attend to kv 2  attend to kv 1  attend to kv 0      the block that it attends to to rank r+1
+
+Under a causal mask a rank with early tokens would have less to compute than a rank with late ones. With the zigzag
+ownership of ``layout.tokens.SequenceLayout`` each of r ranks owns one early and one late of 2r chunks of the sequence,
+and all ranks compute equally many query-key pairs in each step. A ring of two, chunks 0 to 3::
+
+                   step 0: own keys             step 1: the other rank's keys
+                   keys 0   keys 3              keys 1   keys 2
+    rank 0  q 0       m        .                   .        .
+            q 3       #        m                   #        #
+                   keys 1   keys 2              keys 0   keys 3
+    rank 1  q 1       m        .                   #        .
+            q 2       #        m                   #        .
+
+    #: all pairs of this query and key chunk    m: those that the causal mask allows    .: none
+
+Only step 0 needs a mask. In later steps a rank attends with all its queries to the early half of the keys that an
+earlier rank owns, or with the late half of its queries to all keys that a later rank owns.
+
+With t tokens per rank, g key/value heads and head width d, the forward sends ``(r-1) * t * 2 * g * d`` elements per
+rank. The backward sends the keys and values as often again, and their gradients r times: the gradient of a block
+follows the block around the ring, and a last step brings it to the rank that owns the block.
 """
 
 from __future__ import annotations
@@ -23,22 +44,32 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class BlockKernel(Protocol):
-    """Attention of some queries to some keys, with what is needed to merge and to go back."""
+    """Attention of some queries to one block of the keys; ``Ring`` merges the results of several blocks."""
 
     description: str
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [b, t, n, d], k, v [b, t', g, d] -> o [b, t, n, d], log-sum-exp [b, n, t] (at least fp32)"""
+        """Attend: q [b, t, n, d], k, v [b, t', g, d] -> o [b, t, n, d], log-sum-exp [b, n, t] in at least fp32."""
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
-        """dq, dk, dv of this block alone, given the *merged* o and log-sum-exp of the queries."""
+        """Return the parts of dq, dk and dv that come from this block of keys.
+
+        Args:
+            grad: gradient of the merged output, [b, t, n, d]
+            o, lse: output [b, t, n, d] and log-sum-exp [b, n, t] of the queries, merged over *all* blocks of keys
+        """
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The members of a ring and this rank's place in it."""
+    """The ranks of a ring, and the kernel that this rank computes with.
+
+    Args:
+        zigzag: whether tokens are owned in zigzag order; otherwise each rank owns one contiguous range.
+        sent: counts the bytes of the keys and values that this rank sends in forward passes.
+    """
 
     group: dist.ProcessGroup
     kernel: BlockKernel
@@ -53,37 +84,47 @@ class Ring:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def pass_on(self, x: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
-        """Start sending x to the next member and receiving from the previous one."""
+    def start_shift(self, x: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
+        """Start to send x to the next rank of the ring and to receive the same shape from the previous rank.
+
+        Returns:
+            the tensor to receive into, and the operations to wait for before it is read or x is overwritten
+        """
         received = torch.empty_like(x)
         ranks = dist.get_process_group_ranks(self.group)
         after, before = ranks[(self.rank + 1) % self.size], ranks[(self.rank - 1) % self.size]
-        swap = [dist.P2POp(dist.isend, x, after, self.group), dist.P2POp(dist.irecv, received, before, self.group)]
-        return received, dist.batch_isend_irecv(swap)
+        transfers = [dist.P2POp(dist.isend, x, after, self.group), dist.P2POp(dist.irecv, received, before, self.group)]
+        return received, dist.batch_isend_irecv(transfers)
 
-    def overlap(self, source: int, tokens: int, causal: bool) -> tuple[slice, slice, bool] | None:
-        """Which queries attend to which of the keys of member ``source``, and whether under a mask.
+    def attended(self, owner: int, tokens: int, causal: bool) -> tuple[slice, slice, bool] | None:
+        """Return which of this rank's queries attend to which of the keys that rank ``owner`` owns.
 
-        None when they do not attend at all (contiguous ownership of later tokens).
+        Args:
+            tokens: tokens per rank.
+        Returns:
+            ``(queries, keys, whether the causal mask applies among them)``, or None where no query attends to any key.
+            That happens without zigzag when the owner's tokens come later.
         """
-        every = slice(0, tokens)
+        whole = slice(0, tokens)
         if not causal:
-            return every, every, False
-        if source == self.rank:
-            return every, every, True
+            return whole, whole, False
+        if owner == self.rank:
+            return whole, whole, True
         if not self.zigzag:
-            return (every, every, False) if source < self.rank else None
+            return (whole, whole, False) if owner < self.rank else None
         half = tokens // 2
-        return (every, slice(0, half), False) if source < self.rank else (slice(half, tokens), every, False)
+        return (whole, slice(0, half), False) if owner < self.rank else (slice(half, tokens), whole, False)
 
 
 def merge(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor,
           lse_block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine two softmax results over different keys.
+    """Merge attention outputs of the same queries over two disjoint sets of keys.
 
     Args:
         o, o_block: [b, t, n, d]
-        lse, lse_block: [b, n, t]
+        lse, lse_block: log-sum-exp of the scores, [b, n, t]
+    Returns:
+        output and log-sum-exp over both sets
     """
     total = torch.logaddexp(lse, lse_block)
     old, new = ((part - total).exp().transpose(1, 2).unsqueeze(-1) for part in (lse, lse_block))
@@ -94,24 +135,23 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, causal: bool) -> torch.Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        visiting = torch.stack((k, v))  # [2, b, t, g, d]
+        kv = torch.stack((k, v))  # the block that this rank holds, [2, b, t, g, d]
         o = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
         for step in range(ring.size):
             is_last = step == ring.size - 1
-            arriving, pending = (visiting, []) if is_last else ring.pass_on(visiting)
+            next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
             if not is_last:
-                ring.sent.add([visiting])
-            found = ring.overlap((ring.rank - step) % ring.size, q.shape[1], causal)
-            if found is not None:
-                queries, keys, masked = found
-                o_block, lse_block = ring.kernel.forward(q[:, queries], visiting[0][:, keys], visiting[1][:, keys],
-                                                         masked)
+                ring.sent.add([kv])
+            attended = ring.attended((ring.rank - step) % ring.size, q.shape[1], causal)
+            if attended is not None:
+                queries, keys, masked = attended
+                o_block, lse_block = ring.kernel.forward(q[:, queries], kv[0][:, keys], kv[1][:, keys], masked)
                 o[:, queries], lse[..., queries] = merge(o[:, queries], lse[..., queries], o_block.to(wide),
                                                          lse_block.to(wide))
-            for work in pending:
-                work.wait()
-            visiting = arriving
+            for transfer in kv_transfers:
+                transfer.wait()
+            kv = next_kv
         result = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
         ctx.ring, ctx.causal = ring, causal
@@ -122,44 +162,44 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         wide = torch.promote_types(q.dtype, torch.float32)
-        visiting = torch.stack((k, v))
+        kv = torch.stack((k, v))
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        travelling = torch.zeros(visiting.shape, dtype=wide, device=q.device)  # gradient of the visiting block
-        coming_home: list[dist.Work] = []
+        dkv = torch.zeros(kv.shape, dtype=wide, device=q.device)  # gradient of the block that this rank holds
+        dkv_transfers: list[dist.Work] = []
         for step in range(ring.size):
             is_last = step == ring.size - 1
-            arriving, pending = (visiting, []) if is_last else ring.pass_on(visiting)
-            found = ring.overlap((ring.rank - step) % ring.size, q.shape[1], ctx.causal)
-            block = None
-            if found is not None:
-                queries, keys, masked = found
-                dq_block, *block = ring.kernel.backward(
-                    grad[:, queries], q[:, queries], visiting[0][:, keys], visiting[1][:, keys], o[:, queries],
+            next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
+            attended = ring.attended((ring.rank - step) % ring.size, q.shape[1], ctx.causal)
+            dkv_block = None
+            if attended is not None:
+                queries, keys, masked = attended
+                dq_block, *dkv_block = ring.kernel.backward(
+                    grad[:, queries], q[:, queries], kv[0][:, keys], kv[1][:, keys], o[:, queries],
                     lse[..., queries], masked)
                 dq[:, queries] += dq_block
-            for work in coming_home:  # the gradient so far of the block that visits now
-                work.wait()
-            if found is not None and block is not None:
-                travelling[0][:, keys] += block[0]
-                travelling[1][:, keys] += block[1]
-            travelling, coming_home = ring.pass_on(travelling)  # after the last step this is the hop home
-            for work in pending:
-                work.wait()
-            visiting = arriving
-        for work in coming_home:
-            work.wait()
-        dk, dv = travelling.to(k.dtype)
+            for transfer in dkv_transfers:  # dkv holds what the ranks before this one added for this block
+                transfer.wait()
+            if attended is not None and dkv_block is not None:
+                dkv[0][:, keys] += dkv_block[0]
+                dkv[1][:, keys] += dkv_block[1]
+            dkv, dkv_transfers = ring.start_shift(dkv)  # after the last step: to the rank that owns the block
+            for transfer in kv_transfers:
+                transfer.wait()
+            kv = next_kv
+        for transfer in dkv_transfers:
+            transfer.wait()
+        dk, dv = dkv.to(k.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
 
 class RingAttention:
-    """An attention core over a ring; same signature as a core."""
+    """Attention over a ring of ranks, with the call signature of an attention core."""
 
     def __init__(self, ring: Ring):
         self.ring = ring
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
                  dropout: Any = None) -> torch.Tensor:
-        """q [b, s/r, n, d], k, v [b, s/r, g, d] -> [b, s/r, n, d]"""
-        assert dropout is None, "refused at start: no attention dropout in a ring"
+        """Attend to the keys of all ranks: q [b, s/r, n, d], k, v [b, s/r, g, d] -> [b, s/r, n, d]."""
+        assert dropout is None, "the check of the flags refuses attention dropout with a ring"
         return _RingAttention.apply(q, k, v, self.ring, causal)

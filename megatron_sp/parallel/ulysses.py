@@ -1,8 +1,8 @@
-"""Ulysses: turn "my tokens, all heads" into "all tokens, my heads" around any attention core.
+"""Ulysses: exchange "this rank's tokens, all heads" for "all tokens, this rank's heads" around an attention core.
 
-DeepSpeed-Ulysses (Jacobs et al., PODC '24, arXiv 2309.14509), section 3.1. Just before attention one all-to-all
-exchanges q, k and v together. The core then attends over the whole sequence with this rank's heads, and a second
-all-to-all brings the output back. With P ranks, s tokens, n query heads, g key/value heads and head width d::
+Source: DeepSpeed-Ulysses (Jacobs et al., PODC '24, arXiv 2309.14509), section 3.1. Just before attention one
+all-to-all exchanges q, k and v together. The core then attends over the whole sequence with this rank's heads, and a
+second all-to-all changes the output back. With P ranks, s tokens, n query heads, g key/value heads and head width d::
 
                  heads 0 1 2 3                              heads 0 1 | 2 3
     rank 0  tokens 0-3 [x x x x]     sequence_to_heads   tokens 0-3 [x x] [x x]
@@ -10,8 +10,8 @@ all-to-all brings the output back. With P ranks, s tokens, n query heads, g key/
                                     <------------------            rank 0  rank 1
                                      heads_to_sequence
 
-Per rank and layer the forward sends ``(P-1)/P * s/P * d * (2n + 2 max(g, P))`` elements: when there are fewer
-key/value heads than ranks, several ranks get copies of one.
+Per rank and layer the forward sends ``(P-1)/P * s/P * d * (2n + 2 max(g, P))`` elements. The maximum is there because
+several ranks get copies of one key/value head when there are fewer such heads than ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ def start_and_wait(tensors: Sequence[torch.Tensor], change: SplitChange,
 
 @dataclass
 class BytesSent:
-    """Bytes that this rank sent to *other* ranks in forward exchanges; backward sends the same again."""
+    """Counts what this rank sends to *other* ranks in forward passes. A backward pass sends the same number of bytes.
+
+    Attributes:
+        forward: bytes sent so far.
+        exchanges: number of exchanges so far.
+    """
 
     forward: int = 0
     exchanges: int = 0
@@ -49,18 +54,18 @@ class BytesSent:
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count one exchange that sends these tensors to other ranks."""
         if torch.compiler.is_compiling():
-            return  # a number that changes would make torch.compile compile every call anew
+            return  # torch.compile treats the counter as a constant: it would recompile at every call
         self.forward += sum(x.numel() * x.element_size() for x in tensors)
         self.exchanges += 1
 
 
 @dataclass
 class UlyssesExchange:
-    """The two layout changes of one attention layer.
+    """The two all-to-alls of one attention layer.
 
     Args:
-        channel: to the Ulysses ranks, whose shards are adjacent pieces of the sequence.
-        heads: how the heads of this tp rank are split over them.
+        channel: to the Ulysses ranks. Their shards lie next to each other in the sequence, in rank order.
+        heads: how the heads of this tensor-parallel rank are split over the Ulysses ranks.
     """
 
     channel: Channel
@@ -73,16 +78,18 @@ class UlyssesExchange:
         self.num_kv = tuple(stop - start for start, stop in self.heads.ulysses_kv)
         wanted = [head for start, stop in self.heads.ulysses_kv for head in range(start, stop)]
         num_local = self.heads.kv[1] - self.heads.kv[0]
-        # The key/value heads in the order of the ranks that want them; None: each goes to exactly one rank, in order.
+        # The key/value heads in the order of the ranks that need them, copies included. None when each head goes to
+        # exactly one rank, in order, so that nothing has to be copied.
         self.kv_order = None if wanted == list(range(num_local)) else torch.tensor(wanted, device=self.channel.device)
 
     def sequence_to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Triple:
-        """Exchange q, k and v in one all-to-all.
+        """Exchange this rank's tokens with all heads for all tokens with this rank's heads, in one all-to-all.
 
         Args:
-            q: [b, s/P, n, d], k, v: [b, s/P, g, d]
+            q: [b, s/P, n, d]
+            k, v: [b, s/P, g, d]
         Returns:
-            q [b, s, n_p, d], k, v [b, s, g_p, d] with the heads of this rank
+            q [b, s, n_p, d], k and v [b, s, g_p, d], where n_p and g_p are this rank's numbers of heads
         """
         return self.start_to_heads(q, k, v, start_and_wait)()
 
@@ -108,7 +115,7 @@ class UlyssesExchange:
                       for piece in pieces)
 
     def heads_to_sequence(self, o: torch.Tensor) -> torch.Tensor:
-        """Exchange the output back.
+        """Exchange the output for all tokens of this rank's heads for this rank's tokens with all heads.
 
         Args:
             o: [b, s, n_p, d]
@@ -127,12 +134,12 @@ class UlyssesExchange:
 
 
 class UlyssesAttention:
-    """An attention core between the two exchanges; it has the signature of a core."""
+    """An attention core between two Ulysses exchanges, with the call signature of a core."""
 
     def __init__(self, core: Core, exchange: UlyssesExchange):
         self.core, self.exchange = core, exchange
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
-        """[b, s/P, n, d] -> [b, s/P, n, d]"""
+        """Attend over the whole sequence: [b, s/P, n, d] -> [b, s/P, n, d]."""
         q, k, v = self.exchange.sequence_to_heads(q, k, v)  # [b, s/P, n, d] -> [b, s, n/P, d]
         return self.exchange.heads_to_sequence(self.core(q, k, v, **how))  # [b, s, n/P, d] -> [b, s/P, n, d]

@@ -1,13 +1,13 @@
-"""Ulysses whose exchanges run beside attention, by groups of heads.
+"""Ulysses whose exchanges overlap with attention, one group of heads after another.
 
-While a rank attends with one group of heads, the next group's queries, keys and values are on their way here and
-the previous group's output is on its way back. All ranks do the same at the same time::
+While a rank attends with one group of heads, the network exchanges the queries, keys and values of the next group and
+the output of the previous group. All ranks do the same at the same time::
 
     this rank  start qkv0 |           | start qkv1 | attend 0 | start o0 | attend 1 | start o1 |        | concatenate
     network               [== qkv0 ==]             [= qkv1 ==]           [=== o0 ==]           [== o1 ==]
 
-So all exchanges but the first and the last are hidden where attention takes longer than they do. Autograd runs the
-node that was made last first, so backward has the same overlap in the opposite order.
+So attention hides all exchanges but the first and the last, where it takes longer than they do. Autograd runs the
+nodes of the graph in the opposite order of their creation, so the backward pass has the same overlap in reverse.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron_sp.parallel.ulysses import Core, UlyssesExchange
 
 @dataclasses.dataclass(frozen=True)
 class HeadGroup:
-    """Some of the heads, the exchange that distributes them, and a core for the share of one rank.
+    """A group of heads, the exchange that distributes them over the ranks, and a core for this rank's heads of it.
 
     Args:
-        first_head: global number of the first query head this rank attends with.
+        first_head: number, within the model, of the first query head that this rank attends with.
     """
 
     heads: HeadSplit
@@ -37,11 +37,11 @@ class HeadGroup:
 
 
 class OverlappedUlysses:
-    """An attention core between exchanges of groups of heads; it has the signature of a core.
+    """Attention with overlapped exchanges of groups of heads, with the call signature of a core.
 
     Args:
-        heads: all heads of this tp rank.
-        groups: the same heads, cut into runs.
+        heads: all heads of this tensor-parallel rank.
+        groups: the same heads, cut into consecutive groups.
     """
 
     def __init__(self, heads: HeadSplit, groups: Sequence[HeadGroup]):
@@ -49,19 +49,21 @@ class OverlappedUlysses:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dropout: Any = None,
                  **how: Any) -> torch.Tensor:
-        """[b, s/P, n, d] -> [b, s/P, n, d]"""
-        arriving = self._start(self.groups[0], q, k, v)
-        returning: list[Callable[[], torch.Tensor]] = []
+        """Attend over the whole sequence: [b, s/P, n, d] -> [b, s/P, n, d]."""
+        finish_qkv = self._start_qkv(self.groups[0], q, k, v)
+        finish_outputs: list[Callable[[], torch.Tensor]] = []
         for group, following in zip(self.groups, [*self.groups[1:], None]):
-            mine = arriving()  # [b, s/P, n_group, d] -> [b, s, n_group/P, d]
+            qkv = finish_qkv()  # [b, s/P, n_group, d] -> [b, s, n_group/P, d]
             if following is not None:
-                arriving = self._start(following, q, k, v)
-            own = dropout and dataclasses.replace(dropout, first_head=group.first_head)
-            returning.append(group.exchange.start_to_sequence(group.core(*mine, dropout=own, **how)))
-        return torch.cat([finish() for finish in returning], dim=2)  # -> [b, s/P, n, d]
+                finish_qkv = self._start_qkv(following, q, k, v)
+            group_dropout = dropout and dataclasses.replace(dropout, first_head=group.first_head)
+            output = group.core(*qkv, dropout=group_dropout, **how)
+            finish_outputs.append(group.exchange.start_to_sequence(output))
+        return torch.cat([finish() for finish in finish_outputs], dim=2)  # -> [b, s/P, n, d]
 
-    def _start(self, group: HeadGroup, q: torch.Tensor, k: torch.Tensor,
-               v: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _start_qkv(self, group: HeadGroup, q: torch.Tensor, k: torch.Tensor,
+                   v: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Start to exchange a group's heads of q, k and v; return the function that finishes the exchange."""
         query, kv = (slice(part[0] - whole[0], part[1] - whole[0]) for part, whole in (
             (group.heads.query, self.heads.query), (group.heads.kv, self.heads.kv)))
         return group.exchange.start_to_heads(q[:, :, query], k[:, :, kv], v[:, :, kv])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_sp.config.schema import Run
-from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.layout.heads import HeadSplit, are_equal_groups
 from megatron_sp.layout.schedules import SCHEDULES
 from megatron_sp.layout.stages import stage_layers
 
@@ -74,16 +74,10 @@ def head_kinds(run: Run) -> frozenset[tuple[Any, ...]]:
     for split in splits:
         sizes = {stop - start for start, stop in split.ulysses_query}
         sent = [head for start, stop in split.ulysses_kv for head in range(start, stop)]
-        even = {_are_equal_groups(split.groups(rank)) for rank in range(parallel.ulysses)}
+        even = {are_equal_groups(split.kv_indices(rank)) for rank in range(parallel.ulysses)}
         found.add((split.kv_is_replicated_over_tp, len(sizes), len(sent) != len(set(sent)), tuple(sorted(even)),
                    model.num_query_groups == 1, model.num_query_groups == model.num_attention_heads, differ))
     return frozenset(found)
-
-
-def _are_equal_groups(groups: tuple[int, ...]) -> bool:
-    """Whether query heads with these key/value heads form equal groups in order."""
-    num_kv = groups[-1] + 1
-    return len(groups) % num_kv == 0 and groups == tuple(i * num_kv // len(groups) for i in range(len(groups)))
 
 
 def memory_kinds(run: Run) -> tuple[bool, ...]:

@@ -154,7 +154,7 @@ def _overlap_on_gpus(run: Run) -> int:
             run.memory.attention_head_groups > 1):
         return min(2, parallel.ulysses_overlap_groups)
     heads = HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=parallel.tp, ulysses=parallel.ulysses)
-    return heads.free_groups(2)
+    return heads.max_groups_without_extra_traffic(2)
 
 
 # ---------------------------------------------------------------- degrees

@@ -101,7 +101,7 @@ MUTANTS = {
     "dropout of the first shard on all": Mutant(
         "model/build.py", "mesh.rank(\"sp\") * tokens +", "0 * tokens +", 2, f"{U2} {DROPOUT}", "loss"),
     "earlier ring members under the mask": Mutant(
-        "parallel/ring.py", "(every, slice(0, half), False)", "(every, slice(0, half), True)", 2,
+        "parallel/ring.py", "(whole, slice(0, half), False)", "(whole, slice(0, half), True)", 2,
         "--ring-size 2", "loss"),
     "gradients sent to the wrong ring neighbour": Mutant(
         "parallel/ring.py", "(self.rank + 1) % self.size], ranks[(self.rank - 1)",

@@ -66,14 +66,14 @@ class CPUFlashBlockKernel:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ring.BlockKernel``."""
-        o, lse = torch_internals.cpu_flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), causal)
+        o, lse = torch_internals.cpu_flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
         return o.transpose(1, 2), lse
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
         """See ``ring.BlockKernel``."""
-        dq, dk, dv = torch_internals.cpu_flash_attention_backward(
-            *(x.transpose(1, 2) for x in (grad, q, k, v, o)), lse, causal)
+        grad, q, k, v, o = (x.transpose(1, 2) for x in (grad, q, k, v, o))
+        dq, dk, dv = torch_internals.cpu_flash_attention_backward(grad, q, k, v, o, lse, causal)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -89,16 +89,17 @@ class GPUFlashBlockKernel:
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ring.BlockKernel``."""
         k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
-        o, lse = torch_internals.gpu_flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), causal)
+        o, lse = torch_internals.gpu_flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
         return o.transpose(1, 2), lse
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
         """See ``ring.BlockKernel``."""
         copies = q.shape[2] // k.shape[2]
-        all_k, all_v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
+        k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
+        grad, q, k, v, o = (x.transpose(1, 2) for x in (grad, q, k, v, o))
         dq, dk, dv = (x.transpose(1, 2) for x in torch_internals.gpu_flash_attention_backward(
-            *(x.transpose(1, 2) for x in (grad, q, all_k, all_v, o)), lse, causal))
+            grad, q, k, v, o, lse, causal))
         if copies > 1:  # the gradient of a head is the sum over its copies
             dk, dv = (x.unflatten(2, (-1, copies)).sum(3, dtype=torch.float32) for x in (dk, dv))
         return dq, dk, dv

@@ -1,4 +1,4 @@
-"""Ring attention equals attention over the whole sequence, forward and backward, and counts its bytes."""
+"""Ring attention gives the outputs and gradients of one process, divides the work evenly and counts its bytes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ TOKENS, WIDTH = 32, 8
 
 
 def check_ring() -> None:
+    """Compare a ring with attention in one process: output and gradients of this rank's tokens, and bytes sent."""
     size, rank = dist.get_world_size(), dist.get_rank()
     kernels: tuple[BlockKernel, ...] = (UnfusedBlockKernel(), CPUFlashBlockKernel())
     cases = itertools.product(kernels, (True, False), ((4, 4), (4, 2), (4, 1), (3, 2)),
@@ -43,15 +44,15 @@ def check_ring() -> None:
 
 
 def count_work() -> list[int]:
-    """Query-key pairs this rank computes under the causal mask."""
+    """Return the number of query-key pairs that this rank computes under the causal mask."""
     size = dist.get_world_size()
     ring, tokens = Ring(dist.distributed_c10d._get_default_group(), UnfusedBlockKernel()), 1024 // size
     pairs = 0
-    for source in range(size):
-        found = ring.overlap(source, tokens, causal=True)
-        assert found is not None
+    for owner in range(size):
+        attended = ring.attended(owner, tokens, causal=True)
+        assert attended is not None
         queries, keys, masked = (len(range(*part.indices(tokens))) if isinstance(part, slice) else part
-                                 for part in found)
+                                 for part in attended)
         pairs += queries * (keys + 1) // 2 if masked else queries * keys
     return [pairs]
 

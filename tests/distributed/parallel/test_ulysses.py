@@ -65,7 +65,7 @@ def check_attention() -> None:
         expected = match_heads(SDPACore(), tuple(i * g // n for i in range(n)))(*whole)
         gradients = torch.autograd.grad((expected * weight).sum(), whole)
         heads = HeadSplit.of(n, g, ulysses=size)
-        core = UlyssesAttention(match_heads(SDPACore(), heads.groups(rank)), UlyssesExchange(channel, heads))
+        core = UlyssesAttention(match_heads(SDPACore(), heads.kv_indices(rank)), UlyssesExchange(channel, heads))
         mine = [x.detach().chunk(size, 1)[rank].clone().requires_grad_() for x in whole]
         actual = core(*mine)
         torch.testing.assert_close(actual, expected.chunk(size, 1)[rank])

@@ -35,7 +35,8 @@ def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
         if n < size * count:
             continue
         core = SDPACore()
-        plain = UlyssesAttention(match_heads(core, split.groups(rank)), UlyssesExchange(mesh.channel("ulysses"), split))
+        plain = UlyssesAttention(match_heads(core, split.kv_indices(rank)),
+                                 UlyssesExchange(mesh.channel("ulysses"), split))
         beside = overlapped_ulysses(core, split, mesh, count)
         found = []
         for attention in (plain, beside):
@@ -47,7 +48,7 @@ def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
         for x, y in zip(*found):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
         sent = sum(group.exchange.sent.forward for group in beside.groups)
-        if split.free_groups(count) == count:
+        if split.max_groups_without_extra_traffic(count) == count:
             assert sent == plain.exchange.sent.forward, (n, g, count)
 
 
@@ -115,7 +116,7 @@ def test_overlap(ranks: RunRanks, world: int) -> None:
 @pytest.mark.parametrize("n, g, ulysses, groups", [
     (32, 32, 8, 2), (32, 8, 4, 2), (32, 8, 8, 1), (8, 1, 4, 1), (4, 4, 4, 1), (30, 30, 8, 2)])
 def test_groups_by_default_send_no_more(n: int, g: int, ulysses: int, groups: int) -> None:
-    assert HeadSplit.of(n, g, ulysses=ulysses).free_groups(2) == groups
+    assert HeadSplit.of(n, g, ulysses=ulysses).max_groups_without_extra_traffic(2) == groups
 
 
 def test_overlap_is_what_the_flag_gives(ranks: RunRanks) -> None:

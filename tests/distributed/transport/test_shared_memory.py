@@ -71,7 +71,7 @@ def check_attention(channels: tuple[Channel, Channel]) -> None:
     size, rank = channels[0].size, channels[0].rank
     for (n, g), batch in ((heads, batch) for heads in HEADS for batch in (1, 2)):
         split = HeadSplit.of(n, g, ulysses=size)
-        core = match_heads(SDPACore(), split.groups(rank)) if split.groups(rank) else None
+        core = match_heads(SDPACore(), split.kv_indices(rank)) if split.kv_indices(rank) else None
         whole = [torch.randn(batch, TOKENS // 4 * size, count, WIDTH, dtype=torch.float64,
                              generator=torch.Generator().manual_seed(count)) for count in (n, g, g)]
         found = []

@@ -27,7 +27,7 @@ def test_each_query_head_once_with_its_own_kv_head(n: int, g: int, tp: int, ulys
         for rank in range(ulysses):
             first, last = heads.ulysses_query[rank]
             kv_first = heads.kv[0] + heads.ulysses_kv[rank][0]
-            for head, local_kv in zip(range(first, last), heads.groups(rank), strict=True):
+            for head, local_kv in zip(range(first, last), heads.kv_indices(rank), strict=True):
                 seen.append(heads.query[0] + head)
                 assert kv_first + local_kv == seen[-1] * g // n
                 assert local_kv < heads.ulysses_kv[rank][1] - heads.ulysses_kv[rank][0]
