@@ -68,9 +68,12 @@ def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:
 
 
 def _parallel(parallel: Parallel) -> Parallel:
+    """Sizes of groups that shard; replicas that divide the ranks become such a size, others stay for the check."""
     if parallel.fsdp_size or min(parallel.tp, parallel.pp, parallel.ulysses, parallel.ring) < 1:
         return parallel
-    return replace(parallel, fsdp_size=parallel.fsdp // max(parallel.fsdp_replicas, 1) or 1)
+    replicas = max(parallel.fsdp_replicas, 1)
+    left = parallel.fsdp_replicas if parallel.fsdp % replicas else 0
+    return replace(parallel, fsdp_size=parallel.fsdp // replicas or 1, fsdp_replicas=left)
 
 
 def _pipeline(parallel: Parallel, num_layers: int) -> Parallel:

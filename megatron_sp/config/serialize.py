@@ -10,13 +10,13 @@ from megatron_sp.config.schema import Run
 
 
 def to_dict(run: Run) -> dict[str, Any]:
-    """Sections as dictionaries of plain JSON values (tuples become lists)."""
+    """Return the sections of a run as dictionaries of plain JSON values; tuples become lists."""
     return {section: {field.name: _plain(getattr(getattr(run, section), field.name))
                       for field in dataclasses.fields(cls)} for section, cls in sections().items()}
 
 
 def from_dict(stored: dict[str, Any]) -> Run:
-    """The run that ``to_dict`` wrote.
+    """Return the run that ``to_dict`` wrote.
 
     Fields that did not exist when it was written get their defaults; fields that no longer exist
     are dropped.

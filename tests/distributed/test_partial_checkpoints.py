@@ -1,4 +1,4 @@
-"""Checkpoints of which only the weights are loaded or saved: ``--finetune``, ``--no-load-optim`` and their relatives."""
+"""Checkpoints of which only the weights are loaded or saved: ``--finetune``, ``--no-load-optim`` and others."""
 
 from __future__ import annotations
 

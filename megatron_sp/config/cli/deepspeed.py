@@ -168,6 +168,9 @@ def _precision(config: dict[str, Any], claims: Claims) -> None:
         elif False in enabled and True not in enabled and claims.claimed(key):
             claims.problems.append(f"--{kind} and {_name(f'{sections[0]}.enabled', False, claims)} contradict each "
                                    "other; set it to true, or leave the flag out.")
+    if claims.claimed("precision.bf16") and claims.claimed("parallel.zero_stage", 0) == 0:
+        claims.notes.append("DeepSpeed shards the fp32 states of bf16 runs also at stage 0, as stage 1 does; say "
+                            "--zero-stage 1 for that. Here stage 0 shards nothing.")
     sums = str(_section(config, "data_types").get("grad_accum_dtype", "auto"))
     if sums == "bf16":
         claims.claim("precision.grad_reduce_in_bf16", True, f"data_types.grad_accum_dtype bf16 in {_file(claims)}")

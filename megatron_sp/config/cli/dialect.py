@@ -10,11 +10,13 @@ from megatron_sp.config.cli.values import parse_choice, parse_int, parse_words, 
 _NO_SIGN = {"--local-rank", "--calculate-per-token-loss", "--deterministic-mode", "--use-cpu-initialization"}
 GELU = "--gelu-approximation"
 FUSED_GELU = "Megatron's fused GELU"
+#: A loss scale up to this is likely meant as a power of two.
+LARGEST_POWER = 32
 
 
 def translate_dialect(claims: Claims) -> None:
     """Add what Megatron means and does not say; a note names each such reading once."""
-    for step in (_recomputation, _stage_layers, _window, _same_data_twice, _gelu, _loss_mean):
+    for step in (_recomputation, _stage_layers, _window, _same_data_twice, _gelu, _loss_mean, _loss_scale):
         step(claims)
 
 
@@ -44,6 +46,15 @@ def _loss_mean(claims: Claims) -> None:
         claims.notes.append("The loss is the mean over the valid tokens of the whole global batch, as under Megatron's "
                             "--calculate-per-token-loss. With --eod-mask-loss and without that flag Megatron averages "
                             "the means of the microbatches, which differs slightly.")
+
+
+def _loss_scale(claims: Claims) -> None:
+    """Scripts for DeepSpeed give the power of two of a dynamic scale, in a flag that has no effect there."""
+    scale = claims.claimed("precision.loss_scale")
+    if scale and scale <= LARGEST_POWER and claims.claimed("precision.fp16") and "--deepspeed" not in claims.given:
+        claims.notes.append(f"--loss-scale {scale:g} is a static scale of {scale:g}. If it is meant as in scripts for "
+                            "DeepSpeed, where it has no effect beside --deepspeed, leave it out for a dynamic scale; "
+                            f"--initial-loss-scale {2.0**scale:.0f} lets that start at 2^{scale:g}.")
 
 
 def _recomputation(claims: Claims) -> None:

@@ -200,7 +200,8 @@ def _build(options: dict[str, Option], claims: Claims) -> Parsed:
         elif spellings[-1] in options[key].names or _is_one_word(claims.given.get(spellings[-1])):
             spelled[options[key].flag] = spellings[-1]
         else:
-            switched[f"{options[key].flag} {_show(values[-1])}"] = spellings[-1]
+            words = parse_words(claims.given.get(spellings[-1], []))
+            switched[f"{options[key].flag} {_show(values[-1])}"] = " ".join([spellings[-1], *words])
     run = Run(**{section: cls(**chosen[section]) for section, cls in sections().items()})
     kind = claims.given.get("--tokenizer-type") or claims.given.get("--patch-tokenizer-type")
     return Parsed(run, claims.notes, claims.problems, spelled, switched, filled, claims.broken,

@@ -54,7 +54,7 @@ SWITCH_HELP: dict[str, str] = {
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 CP_COMM_TYPES = ("p2p", "a2a", "all_gather", "a2a+p2p", "allgather")
 
-#: Spellings with a value, or whose meaning depends on others; the functions below read them.
+#: Spellings with a value, or whose meaning depends on other flags; the functions below read them.
 OTHERS: dict[str, Foreign] = {
     "--group-query-attention": Foreign(0, "Use --num-query-groups key/value heads (without it: 1, as in Megatron)."),
     "--attention-head-type": Foreign(1, "multihead or multiquery (1 key/value head)."),
@@ -94,7 +94,7 @@ OTHERS: dict[str, Foreign] = {
 
 
 def foreign_flags() -> dict[str, Foreign]:
-    """All spellings that this module translates."""
+    """Return every spelling that is translated, in the order of the help."""
     names = {key: option.names[0] for key, option in schema_options().items()}
     table = {}
     for flag, (key, value) in SWITCHES.items():
@@ -115,7 +115,7 @@ def translate(claims: Claims) -> None:
 
 
 def _preset(claims: Claims) -> None:
-    """A published shape: fills in what no other flag says, and shows it."""
+    """Fill in a published shape where no other flag says something, and note what was filled in."""
     name = (claims.read(PRESET, str) or "").lower()
     if not name:
         return
@@ -130,7 +130,7 @@ def _preset(claims: Claims) -> None:
 
 
 def _as_flag(key: str, value: Any) -> str:
-    """What to write for a field's value; "" for a default without a flag of its own."""
+    """Return the words that set a field to a value; "" for a default that has no flag of its own."""
     option = schema_options().get(key)
     if option is None:
         return next((flag for flag, said in SWITCHES.items() if said == (key, value)), "")
@@ -161,7 +161,7 @@ def _positions(claims: Claims) -> None:
 
 
 def _query_groups(claims: Claims) -> None:
-    """Megatron ignores --num-query-groups without its switch; the switch alone means one group."""
+    """Read groups as Megatron does: the number alone has no effect, and the switch alone means one group."""
     key = "model.num_query_groups"
     spelled = claims.values.get(key, {})
     if "--group-query-attention" in claims.given:

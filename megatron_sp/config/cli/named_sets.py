@@ -1,4 +1,4 @@
-"""``--valid-data-path code=P1 books=0.3 P2 0.7 P3``: several data sets by name. Pure."""
+"""Several data sets by name: ``--valid-data-path code=P1 books=0.3 P2 0.7 P3``. Looks at no files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAMED = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 
 
 def named_sets(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The words of each set by its name; one set with the name "" when no names are given.
+    """Return the words of each set by its name; without names, one set with the name "".
 
     Raises:
         ValueError: with a sentence fragment saying what is wrong.

@@ -1,4 +1,4 @@
-"""The command-line options that the schema declares, read off its dataclass fields."""
+"""The command-line options that the schema declares, read off the fields of its dataclasses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from megatron_sp.config.cli.values import parse_choice, parse_float, parse_int, parse_words, strip_quotes
 from megatron_sp.config.schema import Run
 
-#: Other people's words for a choice of ours, per field, folded to lower case with hyphens.
+#: Field -> words of other frameworks (in lower case with hyphens) -> the choice of the schema that they mean.
 SYNONYMS: dict[str, dict[str, str]] = {
     "model.position_embedding_type": {"rotary": "rope", "learned": "learned_absolute", "absolute": "learned_absolute"},
     "optimizer.optimizer": {"fusedadam": "adam", "fusedadamw": "adamw", "cpu-adam": "adam", "torch-adam": "adam",
                             "apex-adam": "adam"},
 }
 
-#: Choices that exist elsewhere and not here, with the reason.
+#: Field -> choices of other frameworks that are not supported -> the reason and a cure.
 REFUSED_CHOICES: dict[str, dict[str, str]] = {
     "model.position_embedding_type": dict.fromkeys(
         ("alibi", "yarn", "mrope", "relative", "chunked_rope"),
@@ -30,10 +30,15 @@ REFUSED_CHOICES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """One schema field as a command-line option.
+    """One field of the schema as a command-line option.
 
-    ``key`` is ``section.field``; ``names`` are its spellings with hyphens, ours first; ``kind`` is
-    bool, int, float, str, ints or words; ``off`` is the negative switch or "".
+    Attributes:
+        key: ``section.field``.
+        names: spellings with hyphens, the one that messages use first.
+        kind: bool, int, float, str, ints or words.
+        choices: allowed values of a str.
+        nargs: number of values, "?" or "*".
+        off: the switch that turns a bool off, or "".
     """
 
     key: str
@@ -48,11 +53,11 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The spelling that help and messages use."""
+        """Return the spelling that help and messages use."""
         return self.off or self.names[0]
 
     def convert(self, texts: list[str]) -> Any:
-        """The field's value from the words after the flag.
+        """Return the field's value from the words after the flag.
 
         Raises:
             ValueError: with a sentence fragment saying what is wrong.
@@ -84,18 +89,18 @@ class Option:
 
 
 def normalise(name: str) -> str:
-    """One form for all spellings of a flag: underscores become hyphens."""
+    """Return the one form of all spellings of a flag: underscores become hyphens."""
     return "--" + name[2:].replace("_", "-")
 
 
 def sections() -> dict[str, type]:
-    """Section name -> dataclass, in the schema's order."""
+    """Return the dataclass of each section by name, in the schema's order."""
     run = Run()
     return {field.name: type(getattr(run, field.name)) for field in dataclasses.fields(Run)}
 
 
 def schema_options() -> dict[str, Option]:
-    """``section.field`` -> option, for every field that is a flag, in the schema's order."""
+    """Return the option of every field that is a flag, by ``section.field``, in the schema's order."""
     found: dict[str, Option] = {}
     for section, cls in sections().items():
         for field in dataclasses.fields(cls):
@@ -118,5 +123,5 @@ def _option(section: str, field: dataclasses.Field[Any]) -> Option:
 
 
 def flag_names() -> dict[str, str]:
-    """``section.field`` -> the flag that messages name."""
+    """Return the flag that messages name, by ``section.field``."""
     return {key: option.flag for key, option in schema_options().items()}

@@ -1,4 +1,4 @@
-"""Published model shapes by name: ``--model-preset`` only fills in flags that were not given."""
+"""Published model shapes by name. ``--model-preset`` fills in the flags that are not given."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ HINTS: dict[str, int | str] = {
         no-overlap-p2p-communication ddp-average-in-collective disable-gloo-process-groups use-nccl-ub
         fsdp-double-buffer fsdp-manual-registration no-pre-communication-optimization force-ds-sequence-parallel
         sync-tp-duplicated-parameters no-data-sharding use-mpi no-contiguous-buffers-in-local-ddp
-        use-ring-exchange-p2p allow-padding-num-layers""", 0),
+        use-ring-exchange-p2p allow-padding-num-layers deepspeed-mpi""", 0),
     **_names("""DDP-impl tp-comm-overlap-cfg wgrad-deferral-limit local-rank ddp-bucket-size ddp-num-buckets
         reduce-bucket-size zero-allgather-bucket-size zero-reduce-bucket-size lazy-mpu-init
         microbatch-group-size-per-virtual-pipeline-stage interleave-group-size""", 1),
@@ -198,7 +198,8 @@ REFUSED: dict[str, Refusal] = {
 }
 
 _SPLIT_PATHS = "this form is not supported; use --train-data-path, --valid-data-path and --test-data-path"
-_LIST_FILE = "reading the list of data from a file is not available yet; use --data-path $(cat FILE)"
+_LIST_FILE = ("reading the list of data from a file is not available yet; give its weights and prefixes with "
+              "--data-path W1 P1 W2 P2")
 _OWN_INDEX = "the order of the samples is computed, not read from a file; leave it out"
 
 #: Flags about data, tokenizers, checkpoints and evaluation that a run refuses. A plan accepts them: it depends on none.

@@ -1,4 +1,4 @@
-"""Rules about data paths, splits and tokenizers (their form; files are looked at elsewhere)."""
+"""Rules about the form of data paths, splits and tokenizers; ``files.py`` looks at the files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_sp.layout.document_split import parse_split
 
 
 def check_data(run: Run) -> list[str]:
-    """One source of data, in a readable form."""
+    """Return problems unless there is exactly one source of data, in a form that can be read."""
     data = run.data
     per_split = {"--train-data-path": data.train_data_path, "--valid-data-path": data.valid_data_path,
                  "--test-data-path": data.test_data_path}
@@ -49,7 +49,7 @@ def _split(split: str) -> list[str]:
 
 
 def data_path_problems(flag: str, paths: tuple[str, ...]) -> list[str]:
-    """What is wrong with the form of a data path: prefixes alone, or weights and prefixes in turn."""
+    """Return what is wrong with a data path: it must be prefixes alone, or weights and prefixes in turn."""
     if len(paths) < 2:
         return [f"{flag} {paths[0]} is a number; a prefix is missing after it."] if paths and _is_number(
             paths[0]) else []
@@ -88,7 +88,7 @@ def _is_number(word: str) -> bool:
 
 
 def check_tokenizer(run: Run) -> list[str]:
-    """Each tokenizer's files are named."""
+    """Return which flags are missing that the chosen tokenizer needs."""
     data, vocab_size = run.data, run.model.vocab_size
     kind = data.tokenizer_type
     if data.mock_data and vocab_size:

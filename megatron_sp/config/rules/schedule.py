@@ -8,7 +8,7 @@ from megatron_sp.layout.batch_size import BatchSize
 
 
 def check_schedule(run: Run) -> list[str]:
-    """Units, exclusions and order of warm-up and decay."""
+    """Return problems of the learning rate: mixed units, flags that exclude each other, lengths that do not fit."""
     schedule = run.schedule
     found = (_units(run) or _warmup_is_shorter(run)) + _wsd(run)
     if schedule.lr and schedule.min_lr > schedule.lr:
@@ -22,7 +22,7 @@ def check_schedule(run: Run) -> list[str]:
 
 
 def _units(run: Run) -> list[str]:
-    """A run counts in iterations or in samples; its schedule does the same. Tokens go with both."""
+    """Return flags in another unit than the run counts in (iterations or samples); tokens go with both."""
     schedule, train = run.schedule, run.train
     if train.train_iters:
         mode, other = "--train-iters", "iters"
@@ -45,7 +45,7 @@ def _units(run: Run) -> list[str]:
 
 
 def _length(run: Run, *kinds: tuple[str, int]) -> tuple[str, int, float] | None:
-    """The first of flags in tokens, samples, iterations that is given: name, value, and the value in tokens."""
+    """Return the first length that is given: flag, value, and the value in tokens."""
     per_unit = {"tokens": 1, "samples": run.data.seq_length, "iters": run.data.seq_length * run.train.global_batch_size}
     return next(((flag, value, value * per_unit[flag.rpartition("-")[2]]) for flag, value in kinds if value), None)
 
@@ -68,7 +68,7 @@ def _converted(first: str, second: str) -> str:
 
 
 def _warmup_is_shorter(run: Run) -> list[str]:
-    """The warm-up ends before the decay does (constant rates have no decay to end)."""
+    """Return a problem where the warm-up does not end before the decay does; constant rates have no decay."""
     warmup, decay = _warmup(run), _horizon(run)
     if run.schedule.lr_decay_style == "constant" or warmup is None or decay is None or warmup[2] < decay[2]:
         return []
@@ -91,7 +91,7 @@ def _wsd(run: Run) -> list[str]:
 
 
 def _wsd_fits(run: Run, flag: str, value: int) -> list[str]:
-    """Warm-up and final decay have room within the horizon; else the rate would jump."""
+    """Return a problem where warm-up and final decay overlap within the horizon, so that the rate would jump."""
     final, decay, warmup = _length(run, (flag, value)), _horizon(run), _warmup(run)
     if final is None or decay is None:
         return []
@@ -107,7 +107,7 @@ def _wsd_fits(run: Run, flag: str, value: int) -> list[str]:
 
 
 def check_weight_decay(run: Run) -> list[str]:
-    """A constant weight decay has no start and end of its own."""
+    """Return a problem where a constant weight decay is given a start or an end."""
     optimizer = run.optimizer
     if optimizer.weight_decay_incr_style != "constant":
         return []

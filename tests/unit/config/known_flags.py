@@ -107,3 +107,35 @@ ESSENTIAL = """
     use-rotary-position-embeddings valid-data-path vocab-file vocab-size wandb-entity wandb-exp-name wandb-project
     wandb-save-dir weight-decay zero-stage
 """.split()
+
+#: Flags of Megatron-DeepSpeed's parser that no launch script above uses; many belong to models other than GPT.
+MEGATRON_DEEPSPEED = """
+    adlr-autoresume adlr-autoresume-interval aio-intra-op-parallelism aml-data-download-path
+    apply-residual-connection-post-layernorm bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim
+    biencoder-shared-query-context-model block-data-path checkpoint-data-parallel checkpoint-io-buffer-size
+    checkpoint-writer-decoupled classes-fraction create-moe-param-group data-efficiency-curriculum-learning
+    data-parallel-random-init data-per-class-fraction decoder-num-layers decoder-seq-length disable-mem-efficient-ln
+    disable-moe-token-dropping disable-moe-top2-2nd-expert-sampling dino-bottleneck-size dino-freeze-last-layer
+    dino-head-hidden-size dino-local-crops-number dino-local-img-size dino-norm-last-layer dino-teacher-temp
+    dino-warmup-teacher-temp dino-warmup-teacher-temp-epochs distribute-saved-activations ds_fused_adam ds-inference
+    embedding-path embedding-weights-in-fp32 enable-expert-tensor-parallelism encoder-num-layers encoder-seq-length
+    evidence-data-path exit-on-missing-checkpoint expert-interval force-ds-sequence-parallel fp16-lm-cross-entropy
+    fp32-residual-connection head-lr-mult hidden-size-teacher ict-head-size ict-load img-h img-w indexer-batch-size
+    indexer-log-interval inference inference-batch-times-seqlen-threshold init-method-xavier-uniform iter-per-epoch kd
+    kd-alpha-ce kd-beta-ce kd-temp kill-switch-file lazy-mpu-init load-tag load-teacher local_rank
+    log-world-size-to-tensorboard loss-scale-window mask-factor mask-prob mask-type max-tokens-to-oom
+    memory-centric-tiled-linear min-loss-scale mlp-type mmap-warmup mos no-contiguous-buffers-in-local-ddp
+    no-initialization no-log-learnig-rate-to-tensorboard no-save-rng num-attention-heads-teacher num-channels
+    num-classes num-experts-switch num-experts-teacher num-layers-teacher onnx-safe openai-gelu output-bert-embeddings
+    overlap-p2p-communication patch-dim pipeline-model-parallel-split-rank profile-backward profile_steps
+    query-in-block-prob random-ltd remote-device retriever-report-topk-accuracies retriever-score-scaling
+    retriever-seq-length retro-add-retriever retro-cyclic-train-iters retro-encoder-attention-dropout
+    retro-encoder-hidden-dropout retro-encoder-layers retro-num-neighbors retro-num-retrieved-chunks
+    retro-return-doc-ids retro-workdir return-data-index sample-rate scattered-embeddings sgd-momentum short-seq-prob
+    skip-train
+    split-transformers standalone-embedding-stage start-weight-decay end-weight-decay weight-decay-incr-style
+    swin-backbone-type tile-factor timing-log-option titles-data-path topk torch_adam train-data-exact-num-epochs
+    train-desc-path train-doc-idx-path train-idx-path train-sample-idx-path train-shuffle-idx-path trust-remote-code
+    use-checkpoint-args use-cpu-initialization use-dataset-only use-flash-attn-v1 use-one-sent-docs use-pin-memory
+    use-ring-exchange-p2p use-tutel vision-backbone-type vision-pretraining vision-pretraining-type vocab-extra-ids
+""".split()

@@ -15,6 +15,7 @@ from megatron_sp.config.cli.tables import HINTS
 from megatron_sp.config.load import load_run
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError
+from tests.unit.config.known_flags import MEGATRON_DEEPSPEED
 
 SHAPE = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
 STEPS = "--micro-batch-size 2 --lr 1e-4 --train-iters 100 --attention-dropout 0 --hidden-dropout 0"
@@ -123,6 +124,8 @@ def test_gelu_of_megatrons_flags_is_the_approximation_and_says_so() -> None:
     ("--activations-checkpoint-method block", "turns recomputation of whole layers on"),
     ("--sliding-window 512", "--sliding-window 512 has no effect"),
     ("--deepspeed_config f.json", "no effect without --deepspeed"),
+    ("--fp16 --loss-scale 12", "--loss-scale 12 is a static scale of 12"),
+    ("--deepspeed --bf16 --zero-stage 0", "shards the fp32 states of bf16 runs"),
     ("--no-load-rng --no-save-rng", "checkpoints hold no random state"),
     ("--data-path a --train-data-path a", "--train-data-path names the same data as --data-path"),
     ("--step-batch-size-schedule 0:2 8K:8 --lr-decay-iters 50", "Megatron counts every iteration with the last batch"),
@@ -167,6 +170,10 @@ def test_a_cure_does_not_name_a_flag_of_another_meaning() -> None:
     line = (f"{BASE} --sequence-parallel --context-parallel-size 4 --cp-comm-type a2a+p2p "
             "--hierarchical-context-parallel-sizes 2 2")
     assert not any("--hierarchical" in note for note in planned(line, 4)[1])
+    few = line.replace("--num-attention-heads 8", "--num-attention-heads 2").replace("-sizes 2 2", "-sizes 4 1")
+    (problem,) = problems(few.replace("--sequence-parallel ", ""), 4, plan=True)
+    assert problem.startswith("--hierarchical-context-parallel-sizes 4 1 x")
+    assert "largest --ulysses-size here is 2" in problem
 
 
 def test_layers_that_do_not_divide_can_be_given_as_the_message_says() -> None:
@@ -185,6 +192,12 @@ def test_layers_that_do_not_divide_can_be_given_as_the_message_says() -> None:
     ("--profile stray", "'stray' belongs to no flag")])
 def test_refusals(line: str, part: str) -> None:
     assert any(part in problem for problem in problems(f"{BASE} --micro-batch-size 1 {line}", 4, plan=True))
+
+
+@pytest.mark.parametrize("name", MEGATRON_DEEPSPEED)
+def test_every_flag_of_megatron_deepspeed_has_an_answer(name: str) -> None:
+    for words in ([f"--{name}"], [f"--{name}", "1"]):
+        assert not any("Unknown" in problem for problem in parse(words).problems)
 
 
 # --- a real run ----------------------------------------------------------------------------------------------------
