@@ -1,8 +1,8 @@
-"""Tiles: a function of tokens applied piece by piece, in forward and again in backward.
+"""Tiling: apply a function to a few tokens at a time, so that the activations of only one tile exist at once.
 
-For functions that treat every token alike (feed-forward layers): the activations of one tile exist at
-a time (ALST, arXiv 2506.13996, section 3.3). Backward runs the function again per tile; the gradients
-of the weights are added up over the tiles in at least fp32.
+For functions that compute each token by itself, such as feed-forward layers (ALST, arXiv 2506.13996, section 3.3).
+Forward keeps no activations. Backward runs the function again, one tile after another, and adds up the tiles'
+gradients of the weights in at least fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Tiled(torch.autograd.Function):
         ctx.function, ctx.tile = function, tile
         ctx.save_for_backward(x, *weights)
         if skip:
-            return x.new_zeros(()).expand(x.shape)  # without memory
+            return x.new_zeros(()).expand(x.shape)  # a view of one zero, so it takes no memory
         y = torch.empty_like(x)
         for first in range(0, x.shape[1], tile):
             y[:, first:first + tile] = function(x[:, first:first + tile], *weights)
@@ -42,7 +42,7 @@ class _Tiled(torch.autograd.Function):
                 y_tile = ctx.function(x_tile, *leaves)
             wanted = [x_tile, *(leaf for leaf in leaves if leaf is not None)]
             dx[:, piece], *gradients = torch.autograd.grad(y_tile, wanted, grad[:, piece])
-            del y_tile  # this and the gradients are gone before the next tile's exist
+            del y_tile  # frees this tile's graph before the next tile makes its own
             for total in totals:
                 if total is not None:
                     total += gradients.pop(0)
@@ -52,13 +52,14 @@ class _Tiled(torch.autograd.Function):
 
 def tiled(function: TokenFunction, tile: int, x: torch.Tensor, *weights: torch.Tensor | None,
           skip: bool = False) -> torch.Tensor:
-    """``function(x, *weights)`` in tiles of tokens.
+    """Return ``function(x, *weights)``, computed one tile of tokens after another.
 
     Args:
         function: maps [b, t', h] to [b, t', h] for any t', each token by itself.
-        tile: tokens of a tile.
+        tile: tokens per tile.
         x: [b, t, h]
-        skip: do not compute the value (zeros instead): nobody reads it when a layer is replayed.
+        skip: return zeros instead of the value. Used when a layer is recomputed in backward and no gradient depends
+            on the value.
     Returns:
         [b, t, h]
     """

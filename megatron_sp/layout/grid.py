@@ -17,7 +17,7 @@ VIEWS = {"sp": ("ring", "ulysses"), "fsdp": ("dp", "ring", "ulysses"), "world": 
 
 
 class Grid:
-    """Rank arithmetic on the five axes; needs no processes."""
+    """The position of every rank on the five axes, and the ranks of every group."""
 
     def __init__(self, parallel: Parallel):
         self.sizes = {"pp": parallel.pp, "dp": parallel.dp, "ring": parallel.ring, "ulysses": parallel.ulysses,
@@ -26,45 +26,45 @@ class Grid:
         assert self.world_size == parallel.world_size, (self.sizes, parallel.world_size)
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """The axes behind an axis or a view, outer to inner."""
+        """Return the axes that a view joins, from outer to inner; an axis is returned as the only one."""
         return VIEWS.get(name, (name,))
 
     def size(self, name: str) -> int:
         return math.prod(self.sizes[axis] for axis in self.axes(name))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of a global rank on each axis."""
+        """Return the position of a global rank on each axis."""
         place = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, self.sizes[axis])
         return place
 
     def rank_at(self, place: dict[str, int]) -> int:
-        """Global rank at a position on each axis."""
+        """Return the global rank with these positions on the axes."""
         rank = 0
         for axis in AXES:
             rank = rank * self.sizes[axis] + place[axis]
         return rank
 
     def rank_in(self, name: str, rank: int) -> int:
-        """Position of a global rank within an axis or view."""
+        """Return the position of a global rank along an axis or view, from 0."""
         place, index = self.coordinates(rank), 0
         for axis in self.axes(name):
             index = index * self.sizes[axis] + place[axis]
         return index
 
     def ranks(self, name: str, rank: int) -> list[int]:
-        """Global ranks that differ from ``rank`` only along an axis or view, in order."""
+        """Return the ranks, in order, that have the positions of ``rank`` on all axes outside an axis or view."""
         place, axes = self.coordinates(rank), self.axes(name)
-        spots = itertools.product(*(range(self.sizes[axis]) for axis in axes))
-        return [self.rank_at(place | dict(zip(axes, spot))) for spot in spots]
+        positions = itertools.product(*(range(self.sizes[axis]) for axis in axes))
+        return [self.rank_at(place | dict(zip(axes, position))) for position in positions]
 
-    def ends(self, rank: int) -> list[int]:
-        """The ranks at both ends of this rank's pipeline."""
-        column = self.ranks("pp", rank)
-        return [column[0], column[-1]]
+    def pipeline_ends(self, rank: int) -> list[int]:
+        """Return the first and the last rank of the pipeline that ``rank`` belongs to."""
+        pipeline = self.ranks("pp", rank)
+        return [pipeline[0], pipeline[-1]]
 
     def partition(self, name: str) -> list[list[int]]:
-        """All groups of an axis or view; together they hold every rank once."""
+        """Return all groups along an axis or view; every rank is in exactly one of them."""
         groups = {tuple(self.ranks(name, rank)) for rank in range(self.world_size)}
         return [list(group) for group in sorted(groups)]

@@ -127,8 +127,8 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
         # The copy of a tied embedding gets the embedding's initial values, because it is drawn from the same name.
         materialise(model.output, "embedding.word" if is_tied else "output")
         if not shared:
-            sharding.wrap([model.final_norm, model.output], keep=True)
-    sharding.wrap(model, keep=True)
+            sharding.wrap([model.final_norm, model.output], keep_gathered=True)
+    sharding.wrap(model, keep_gathered=True)
     return model
 
 
@@ -158,4 +158,4 @@ def tied_weights(stages: Stages, mesh: ParallelMesh) -> TiedWeights:
     last = [part.output.weight for part in parts if part.output is not None]
     both_here = bool(first and last)
     return TiedWeights(first[0] if first else None, last[0] if last else None,
-                       None if both_here else mesh.ends_group(), mesh.device)
+                       None if both_here else mesh.pipeline_ends_group(), mesh.device)

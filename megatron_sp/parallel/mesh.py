@@ -1,10 +1,10 @@
-"""Who is where: the five axes, the views on them, and every process group.
+"""The parallel mesh: which rank is where on the five axes, and every process group.
 
-Axes from outer to inner: ``pp, dp, ring, ulysses, tp``; the axis that communicates most lies on neighbouring
-ranks. Views: ``sp`` = ring x ulysses (ranks that share a sequence), ``fsdp`` = dp x ring x ulysses (ranks that hold
-the same part of the model), ``world``. Parameters lie on a view of their own: ``fsdp`` cut into ``replicate`` x
-``shard``. ``layout.grid.Grid`` does the arithmetic; ``ParallelMesh`` adds the process groups and is passed by
-argument. No other module creates a group.
+Axes from outer to inner: ``pp, dp, ring, ulysses, tp``. The axis that communicates most is innermost, so that its
+ranks are neighbours. Views join axes: ``sp`` = ring x ulysses (ranks that share a sequence), ``fsdp`` = dp x ring x
+ulysses (ranks that hold the same part of the model), ``world`` = all. Parameters are sharded on another division of
+the same ranks: ``fsdp`` = replicate x shard. ``layout.grid.Grid`` does the arithmetic. ``ParallelMesh`` adds the
+process groups; functions get it as an argument. No other module creates a group.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron_sp.transport.mailboxes import Mailboxes
 
 
 class ParallelMesh:
-    """Sizes, coordinates and process groups of this rank; see the module's text for the names.
+    """Sizes, coordinates and process groups of this rank, by the names of axes and views.
 
     Attributes:
-        weights: the mesh that parameters live on, with axes ``pp, replicate, shard, tp``: split over ``tp``,
-            sharded over ``shard``, copied over ``replicate``. Its groups are those of this object.
+        weights: DeviceMesh of the parameters, with axes ``pp, replicate, shard, tp``. Parameters are split over
+            ``tp``, sharded over ``shard``, and copied over ``replicate``. It uses the process groups of this object.
     """
 
     def __init__(self, parallel: Parallel, device: torch.device):
@@ -52,10 +52,10 @@ class ParallelMesh:
 
     @classmethod
     def build(cls, parallel: Parallel, device: torch.device | None = None) -> ParallelMesh:
-        """Create the groups of a validated layout.
+        """Return the mesh of a checked layout; all ranks call this together, because it creates process groups.
 
         Args:
-            parallel: the resolved section; its world size must be the process group's.
+            parallel: resolved; its world size must be that of the default process group.
             device: this rank's device; default CPU.
         """
         assert dist.is_initialized() and dist.get_world_size() == parallel.world_size
@@ -63,16 +63,18 @@ class ParallelMesh:
 
     def _create_groups(self, further: set[tuple[int, ...]],
                        timeout: timedelta) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """One group per distinct set of ranks; axes and views with the same ranks share it.
+        """Return this rank's process groups, one for each distinct set of ranks.
+
+        Axes and views with the same ranks share a group, because each group takes memory and connections.
 
         Args:
-            further: sets of ranks that need a group beside the axes and views.
+            further: sets of ranks that need a group although they are no axis or view.
         """
         sets = further | {tuple(group) for name in (*AXES, *VIEWS) for group in self.grid.partition(name)}
         if self.grid.size("pp") > 1:
-            sets |= {tuple(self.grid.ends(rank)) for rank in range(self.grid.world_size)}
+            sets |= {tuple(self.grid.pipeline_ends(rank)) for rank in range(self.grid.world_size)}
         mine = {}
-        for ranks in sorted(sets):  # every rank creates every group, in the same order
+        for ranks in sorted(sets):  # torch requires that every rank creates every group, in the same order
             group = dist.group.WORLD if len(ranks) == self.grid.world_size else dist.new_group(list(ranks), timeout)
             if self.global_rank in ranks:
                 assert group is not None
@@ -80,29 +82,30 @@ class ParallelMesh:
         return mine
 
     def _group_among(self, sets: set[tuple[int, ...]]) -> dist.ProcessGroup:
-        """The group of the set that holds this rank."""
+        """Return the process group of the one set of ranks that holds this rank."""
         return self._groups[next(ranks for ranks in sets if self.global_rank in ranks)]
 
     def size(self, name: str) -> int:
-        """Number of ranks along an axis or view."""
+        """Return the number of ranks along an axis or view."""
         return self.grid.size(name)
 
     def rank(self, name: str) -> int:
-        """This rank's place along an axis or view."""
+        """Return this rank's position along an axis or view, from 0."""
         return self.grid.rank_in(name, self.global_rank)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """This rank's process group along an axis or view."""
+        """Return this rank's process group along an axis or view."""
         return self._groups[tuple(self.grid.ranks(name, self.global_rank))]
 
     def channel(self, name: str, *, compiled: bool = False) -> Channel:
-        """What the ranks along an axis or view send to each other through.
+        """Return the channel through which the ranks along an axis or view send to each other.
 
-        That is memory that they share, if all are CPU ranks of one machine and ``--no-shared-memory`` is not given;
-        otherwise torch's collectives. All ranks of the group call it, in the same order as other collectives.
+        CPU ranks of one machine use memory that they share, unless ``--no-shared-memory`` is given. All others use
+        torch's collectives. All ranks of the group must call this in the same order as other collectives, because the
+        first call connects them.
 
         Args:
-            compiled: use only what ``torch.compile`` can trace, which are the collectives.
+            compiled: whether compiled code uses the channel; ``torch.compile`` can trace the collectives only.
         """
         if self._may_share_memory and not compiled:
             ranks = tuple(self.grid.ranks(name, self.global_rank))
@@ -113,20 +116,20 @@ class ParallelMesh:
                 return SharedMemoryChannel(mailboxes)
         return CollectiveChannel(self.group(name), self.device, GRADIENT_BUCKET)
 
-    def ends_group(self) -> dist.ProcessGroup | None:
-        """First and last stage's group of two; None on the ranks between them."""
-        return self._groups.get(tuple(self.grid.ends(self.global_rank)))
+    def pipeline_ends_group(self) -> dist.ProcessGroup | None:
+        """Return the group of the first and the last rank of this pipeline; None on the ranks between them."""
+        return self._groups.get(tuple(self.grid.pipeline_ends(self.global_rank)))
 
     def is_first(self, *names: str) -> bool:
-        """Whether this rank is at place 0 along all of these."""
+        """Return whether this rank is at position 0 along all of these axes or views."""
         return all(self.rank(name) == 0 for name in names)
 
     def sum_over(self, value: torch.Tensor | float, *names: str) -> torch.Tensor:
-        """Sum over the ranks along all of these axes or views; a new tensor."""
+        """Return the sum of a value over the ranks along all of these axes or views, as a new tensor."""
         return self._reduce(value, dist.ReduceOp.SUM, names)
 
     def max_over(self, value: torch.Tensor | float, *names: str) -> torch.Tensor:
-        """Largest over the ranks along all of these axes or views; a new tensor."""
+        """Return the largest value among the ranks along all of these axes or views, as a new tensor."""
         return self._reduce(value, dist.ReduceOp.MAX, names)
 
     def _reduce(self, value: torch.Tensor | float, op: dist.ReduceOp.RedOpType, names: tuple[str, ...]) -> torch.Tensor:
@@ -137,7 +140,7 @@ class ParallelMesh:
         return result
 
     def destroy(self) -> None:
-        """Release the groups and the memory made here; for programs that build several meshes in turn."""
+        """Release the process groups and the shared memory; for programs that build several meshes in turn."""
         for mailboxes in self._mailboxes.values():
             if mailboxes is not None:
                 mailboxes.close()

@@ -1,9 +1,8 @@
-"""Stateless randomness: every mask is drawn from a generator keyed by what it belongs to.
+"""Dropout masks without random state: each mask is drawn from a generator seeded by a key of what the mask is for.
 
-A key is a stable hash of seed, global sample id, layer, site, token shard and head. So
-recomputation replays a mask, microbatches never repeat one, and a checkpoint stores no random
-state. Ranks that hold copies of a tensor use equal keys, ranks that hold different parts
-different ones.
+The key is a hash of the run's seed, the global sample id, the layer and the place in it, the token shard and the head.
+So recomputation draws the same mask again, no two microbatches share a mask, and a checkpoint stores no random state.
+Ranks that hold copies of a tensor use equal keys; ranks that hold different parts of it use different keys.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ import torch
 
 
 def stable_key(*parts: int | str) -> int:
-    """A 63-bit number that depends on the parts alone, equal on every machine and run."""
+    """Return a 63-bit hash of the parts, the same on every machine and in every run (Python's ``hash`` is not)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def keyed_generator(device: torch.device, *parts: int | str) -> torch.Generator:
-    """A generator on this device, seeded by the parts."""
+    """Return a generator on this device whose seed is the hash of the parts."""
     return torch.Generator(device).manual_seed(stable_key(*parts))
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of one site in one layer.
+    """Dropout at one place in one layer.
 
     Args:
-        probability: share of the elements set to zero.
+        probability: fraction of the elements that are set to zero.
         seed: the run's seed.
-        site: where, for example ``"3/mlp"``.
+        site: name of the place, for example ``"3/mlp"`` for the feed-forward output of layer 3.
     """
 
     probability: float
@@ -40,18 +39,22 @@ class Dropout:
     site: str
 
     def keep(self, shape: tuple[int, ...], device: torch.device, *where: int) -> torch.Tensor:
-        """The boolean mask of one sample's piece; ``where`` starts with the global sample id."""
+        """Return the boolean mask of the elements to keep, for one part of one sample.
+
+        Args:
+            where: global sample id, then numbers that tell this part from the sample's other parts.
+        """
         generator = keyed_generator(device, self.seed, self.site, *where)
         uniform = torch.rand(shape, device=device, generator=generator)
         return uniform >= self.probability
 
     def hidden(self, x: torch.Tensor, sample_ids: torch.Tensor, first_token: int) -> torch.Tensor:
-        """Drop elements of a hidden state.
+        """Return a hidden state with dropout applied: some elements zero, the others scaled up.
 
         Args:
             x: [b, t, h]
             sample_ids: int64 [b] on the CPU, global sample ids
-            first_token: number of the first of the t tokens among all shards' tokens
+            first_token: number of x's first token in the whole sequence, counted in rank order
         """
         if self.probability == 0.0:
             return x

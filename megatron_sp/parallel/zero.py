@@ -1,18 +1,18 @@
 """ZeRO over the data- and sequence-parallel ranks together, through FSDP2.
 
-Rajbhandari et al. (arXiv 1910.02054) by way of ``torch.distributed.fsdp.fully_shard``. The weights
-mesh decides: stage 0 has a ``shard`` axis of 1 and copies over ``replicate``; the other stages
-shard over all of fsdp or, with ``--fsdp-size N``, over N ranks and copy across them (hybrid).
-Stage 0 in fp32 needs none of this: see ``gradients``.
+Source: Rajbhandari et al. (arXiv 1910.02054), with ``torch.distributed.fsdp.fully_shard``. The axes ``replicate`` and
+``shard`` of ``ParallelMesh.weights`` say over which ranks weights are sharded. In stage 0 each rank has a whole copy
+(``shard`` has size 1). The other stages shard over all ranks of the fsdp view. With ``--fsdp-size N`` they shard over
+groups of N ranks, and every group has a copy (hybrid sharding). Stage 0 in fp32 does not use FSDP: see ``gradients``.
 
-| stage | after forward | gradients leave the rank | sharded |
+| stage | gathered parameters after forward | gradients are summed over ranks | what is sharded |
 |---|---|---|---|
-| 0 | parameters kept | at the last microbatch | nothing |
-| 1 | parameters kept | at the last microbatch | optimizer states (and fp32 master weights) |
-| 2 | parameters kept | at every microbatch | also gradients |
-| 3 | parameters dropped | at every microbatch | also parameters |
+| 0 | kept | after the last microbatch | nothing |
+| 1 | kept | after the last microbatch | optimizer states and fp32 master weights |
+| 2 | kept | after every microbatch | gradients too |
+| 3 | freed | after every microbatch | parameters too |
 
-Gradients are summed, never averaged: the loss is divided once, by the global token count.
+Gradients are summed, never averaged, because the loss is already divided by the global token count.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from megatron_sp.parallel.mesh import ParallelMesh
 
 
 class ZeroSharding:
-    """Wraps the parts of a model, innermost first, then the model itself.
+    """Shards a model with FSDP2. Callers wrap the parts of the model first, then the model itself.
 
     Args:
-        run: what is sharded and cast. With ``offload_optimizer`` master weights, gradients and optimizer
-            states live in host memory; weights are fetched to be gathered, and the optimizer computes on the host.
+        run: says what is sharded and in which type the model computes. With ``offload_optimizer`` master weights,
+            gradients and optimizer states are in host memory. FSDP copies weights to the device to gather them, and
+            the optimizer computes on the host.
     """
 
     def __init__(self, run: Run, mesh: ParallelMesh):
         parallel, precision, offload = run.parallel, run.precision, run.memory.offload_optimizer
         self.mesh = mesh.weights["replicate", "shard"]
-        self.drop_after_forward = parallel.zero_stage == 3
+        self.reshard_after_forward = parallel.zero_stage == 3
         self.policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if precision.dtype != "float32":
             reduce = torch.bfloat16 if precision.grad_reduce_in_bf16 else torch.float32
@@ -47,18 +48,18 @@ class ZeroSharding:
         self.offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
         self.is_needed = uses_fsdp(run)
 
-    def wrap(self, modules: nn.Module | Sequence[nn.Module], *, keep: bool = False) -> None:
-        """Shard these modules' parameters as one unit.
+    def wrap(self, modules: nn.Module | Sequence[nn.Module], *, keep_gathered: bool = False) -> None:
+        """Shard the parameters of these modules as one unit, which FSDP gathers and frees together.
 
         Args:
-            keep: stay gathered after forward at every stage (needed again at once in backward, or shared).
+            keep_gathered: keep the gathered parameters after forward in stage 3 too. For the modules that backward
+                needs first, and for parameters that two modules share.
         """
         if not self.is_needed:
             return
-        drop = self.drop_after_forward and not keep
         unit = modules if isinstance(modules, nn.Module) else list(modules)
         fully_shard(unit, mesh=self.mesh, mp_policy=self.policy, offload_policy=self.offload,
-                    reshard_after_forward=drop)
+                    reshard_after_forward=self.reshard_after_forward and not keep_gathered)
         for module in [unit] if isinstance(unit, nn.Module) else unit:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -66,6 +67,9 @@ class ZeroSharding:
 
 
 def synchronize_gradients(model: nn.Module, zero_stage: int, *, is_last_microbatch: bool) -> None:
-    """Decide before a backward pass whether its gradients are summed over ranks now."""
+    """Tell FSDP, before a backward pass, whether to sum the pass's gradients over the ranks or only to add them up.
+
+    Stages 0 and 1 sum once, in the backward pass of the last microbatch.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(zero_stage >= 2 or is_last_microbatch)
