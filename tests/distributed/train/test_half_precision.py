@@ -19,7 +19,7 @@ from tests.helpers.training import steps
 
 
 def losses(directory: Path, precision: str) -> np.ndarray:
-    """Loss of each step of a run on the text in this directory."""
+    """Return the loss of each step of a run on the text in this directory."""
     save = directory / (precision.strip("-").partition(" ")[0] or "fp32")
     flags = (f"{STYLES['llama']} --data-path {directory / 'text'} --split 100,0,0 --vocab-size 256 --lr 2e-3 "
              f"--lr-decay-style constant --micro-batch-size 4 --train-iters 20 --save {save} --save-interval 99 "
@@ -29,7 +29,7 @@ def losses(directory: Path, precision: str) -> np.ndarray:
 
 
 def test_losses_of_real_text_follow_fp32(tmp_path: Path) -> None:
-    """A loss or a softmax computed in half precision would be off by more than ten times as much."""
+    """The tolerance is tight: computing the loss or softmax in half precision would give ten times the difference."""
     text = np.frombuffer((ROOT / "LICENSE").read_bytes(), dtype=np.uint8).astype(np.uint16)
     with IndexedDatasetBuilder(str(tmp_path / "text"), np.uint16) as builder:
         builder.add_document(text, [len(text)])
@@ -41,7 +41,7 @@ def test_losses_of_real_text_follow_fp32(tmp_path: Path) -> None:
 
 
 def gradients(layout: str) -> list[Weights]:
-    """On a rank: of one batch of 128 microbatches in fp32, in bf16, and in bf16 with sums in bf16."""
+    """Return this rank's gradients of a batch of 128 microbatches in fp32, in bf16, and in bf16 with sums in bf16."""
     found = []
     for precision in ("", "--bf16", "--bf16 --grad-reduce-in-bf16"):
         run = tiny_run(f"{STYLES['llama']} --num-layers 1 --seq-length 8 --global-batch-size 128 {layout} {precision}"
@@ -57,7 +57,7 @@ def mean_error(gradients: Weights, exact: Weights) -> float:
 
 @pytest.mark.parametrize("world, layout", [(1, ""), (2, "--ulysses-size 2 --zero-stage 1")])
 def test_many_microbatches_are_summed_in_fp32_unless_told_otherwise(world: int, layout: str) -> None:
-    """What is left is the rounding of a single microbatch; summed in bf16, that of the sum comes on top."""
+    """With sums in fp32, only the rounding of single microbatches remains. Sums in bf16 add rounding of their own."""
     exact, wide, narrow = run_ranks(gradients, world, layout)[0]
     errors = mean_error(wide, exact), mean_error(narrow, exact)
     assert 0.001 < errors[0] < 0.8 * errors[1], errors

@@ -24,7 +24,7 @@ LAYOUTS = [(2, "--ulysses-size 2 --zero-stage 3"), (2, "--tensor-model-parallel-
 
 
 def statistics(flags: str) -> dict[str, float]:
-    """After one AdamW step whose gradients are the weights."""
+    """Return the statistics after one AdamW step whose gradients are the weights themselves."""
     run = tiny_run(flags.split(), dist.get_world_size())
     mesh = ParallelMesh.build(run.parallel)
     model = build_model(run, mesh)

@@ -1,4 +1,4 @@
-"""Training learns: one batch of real text is known by heart after 250 steps, in one process and split."""
+"""Training learns: after 250 steps the model predicts one batch of real text, in one process and in split layouts."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_training_and_evaluation_equal_one_process(model: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("model", [TIED, UNTIED], ids=["tied", "untied"])
 def test_checkpoints_move_between_pipelines(model: str, tmp_path: Path) -> None:
-    """Weights and moments are bitwise the same after a way through every layout, and training goes on alike."""
+    """Saving and loading through every layout keeps weights and moments bitwise, and training continues equally."""
     common = f"{model} --lr 1e-2 --save-interval 3"
     assert run_ranks(train, 2, f"{common} {PP2} --train-iters 3 --lr-decay-iters 6 --save {tmp_path / 'first'}"
                      ) == [""] * 2
@@ -78,7 +78,7 @@ def test_checkpoints_move_between_pipelines(model: str, tmp_path: Path) -> None:
 
 
 def train_with_a_nan(flags: str, call: int) -> str:
-    """Train; one of the loss functions' calls (counted from 0, there are some on the last stage only) gives NaN."""
+    """Train with one call of the loss function (counted from 0) returning NaN. Only the last stage calls it."""
     original, count = PipelineEngine._loss, [0]
 
     def spoiled(self: PipelineEngine, loss_sum: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def train_with_a_nan(flags: str, call: int) -> str:
 
 def test_a_nan_on_the_last_stage_stops_all(tmp_path: Path) -> None:
     flags = f"{UNTIED} {PP2} --save {tmp_path} --save-interval 1"
-    # 4 microbatches a step, all of them on the last stage, and a trial before: call 9 is in step 3
+    # The last stage computes 4 losses a step, after one trial call. So call 9 belongs to step 3.
     errors = run_ranks(train_with_a_nan, 2, flags, 9)
     assert errors[0] == errors[1]
     for words in ("TrainingError", "iteration 3", "not finite on rank 1 (microbatch"):
@@ -112,7 +112,7 @@ def test_text_from_a_pipeline_checkpoint_equals_text_from_one_process(tmp_path: 
 
 
 def number_of_parameters(flags: str) -> tuple[int, list[str]]:
-    """On a rank: elements this rank's own parameters hold in full, and the layers here."""
+    """Return the number of elements of this rank's own parameters as full tensors, and this rank's layers."""
     from megatron_sp.model.build import build_model
     from megatron_sp.parallel.mesh import ParallelMesh
     from megatron_sp.parallel.pipeline import own_parameters

@@ -22,7 +22,7 @@ LLAMA = STYLES["llama"].replace("--num-query-groups", "--num-key-value-heads")
 
 
 def verdicts(flags: str, spoiled: list[tuple[str, int]]) -> list[str]:
-    """The check's error on this rank for an intact model, then for each weight with one bit flipped on one rank."""
+    """Return this rank's errors: for an intact model, then for each weight with one bit flipped on one rank."""
     run = tiny_run(flags.split(), dist.get_world_size())
     mesh = ParallelMesh.build(run.parallel)
     model = build_model(run, mesh)
@@ -45,7 +45,7 @@ def verdicts(flags: str, spoiled: list[tuple[str, int]]) -> list[str]:
 
 
 def moments_verdict() -> str:
-    """What is said of a moment that differs on rank 1."""
+    """Return the error for an optimizer moment that differs on rank 1."""
     run = tiny_run(LLAMA.split(), dist.get_world_size())
     mesh = ParallelMesh.build(run.parallel)
     model = build_model(run, mesh)

@@ -1,4 +1,7 @@
-"""The training loop's decisions: what is not finite, fp16, evaluation, signals, ends. All ranks must agree."""
+"""The training loop's decisions on losses that are not finite, fp16 overflows, evaluation, signals and the end.
+
+All ranks must decide alike.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def train_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor: 
 
 
 def output_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor: float) -> str:
-    """What the run prints, and then the user's mistake."""
+    """Return what the run prints, and then the error that ends it."""
     spoil_loss(rank, calls, factor)
     return "".join(train_and_tell(flags))
 
@@ -54,7 +57,7 @@ def output_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor:
 @pytest.mark.parametrize("layout", ["--ulysses-size 2", "--tensor-model-parallel-size 2"])
 def test_a_nan_on_one_rank_stops_all_in_the_same_step(tmp_path: Path, layout: str) -> None:
     flags = f"{LLAMA} {layout} --save {tmp_path} --save-interval 1"
-    # 4 microbatches a step: call 9 is the second of step 3
+    # A step has 4 microbatches, so call 9 (from 0) is the second microbatch of step 3.
     errors = run_ranks(train_with_spoiled_loss, 2, flags, 1, range(9, 10), float("nan"))
     assert errors[0] == errors[1]
     for words in ("TrainingError", "iteration 3", "not finite on rank 1 (microbatch 2)", "--no-check-for-nan"):
@@ -77,7 +80,7 @@ def test_without_the_check_a_bad_step_is_left_out(tmp_path: Path) -> None:
 
 
 def train_with_tracker(flags: str, readable: bool) -> list[int]:
-    """Exit codes that the tracker was finished with, after a loss or data that were spoiled."""
+    """Return the exit codes that the run gave to Weights & Biases after a wrong loss or an error while reading data."""
     import sys
     from types import ModuleType, SimpleNamespace
 
@@ -103,7 +106,7 @@ def train_with_tracker(flags: str, readable: bool) -> list[int]:
 def test_an_error_leaves_profile_and_logs_behind(tmp_path: Path) -> None:
     flags = (f"{LLAMA} --save {tmp_path} --save-interval 100 --log-interval 100 --wandb-project p --profile "
              "--profile-step-start 2 --profile-step-end 10")
-    assert run_ranks(train_with_tracker, 2, flags, True) == [[1], []]     # 2 microbatches a step and rank
+    assert run_ranks(train_with_tracker, 2, flags, True) == [[1], []]     # each rank has 2 microbatches a step
     (trace,) = (tmp_path / "profile").iterdir()
     assert trace.name == "rank0_steps_3-5.json.gz"
     first, row = read_metrics(tmp_path / "metrics.jsonl")
@@ -112,8 +115,7 @@ def test_an_error_leaves_profile_and_logs_behind(tmp_path: Path) -> None:
 
 
 def train_with_stand_ins(flags: str) -> tuple[str, dict[str, list[int]], list[int]]:
-    """``train`` on this rank: TensorBoard's points (name: steps), and the iterations after which all garbage
-    was collected."""
+    """Train; return TensorBoard's points (name: steps) and the iterations after which full garbage collections ran."""
     from megatron_sp.train.report import recorder as observe
     from megatron_sp.train.trainer import Trainer
 
@@ -134,7 +136,7 @@ def train_with_stand_ins(flags: str) -> tuple[str, dict[str, list[int]], list[in
         isenabled = staticmethod(gc.isenabled)
 
         def collect(self, generation: int = 2) -> None:
-            if generation == 2:     # evaluations collect the youngest only
+            if generation == 2:     # a full collection; evaluations collect only the youngest generation
                 collected.append(trainers[0].state.iteration)
 
     fit = Trainer.fit
@@ -160,7 +162,7 @@ def test_times_and_speed_reach_tensorboard_and_garbage_is_collected_when_due(tmp
 
 
 def test_fp16_finds_its_scale_and_the_schedule_waits(tmp_path: Path) -> None:
-    """Also over a resume in the middle of the search for a scale."""
+    """The run is also stopped and resumed while the scale is still too high."""
     flags = (f"{LLAMA} --fp16 --ulysses-size 2 --train-iters 20 --lr-decay-style constant --lr-warmup-iters 10 "
              "--save-interval 100")
     straight, halves = tmp_path / "straight", tmp_path / "halves"
@@ -171,7 +173,7 @@ def test_fp16_finds_its_scale_and_the_schedule_waits(tmp_path: Path) -> None:
     skipped = [row["skipped"] for row in rows]
     first = skipped.index(False)
     assert 3 < first < 12 and sum(skipped[first:]) <= 1
-    assert [row["loss_scale"] for row in rows[:3]] == [2.0**24, 2.0**24, 2.0**23]      # one is tolerated
+    assert [row["loss_scale"] for row in rows[:3]] == [2.0**24, 2.0**24, 2.0**23]      # the first overflow is tolerated
     updates = [row["iteration"] - 1 - sum(skipped[:row["iteration"] - 1]) for row in rows]
     assert [row["learning_rate"] for row in rows] == pytest.approx([min(1e-4 * count, 1e-3) for count in updates])
     assert [row["first_sample"] for row in rows] == list(range(0, 80, 4))
@@ -193,13 +195,13 @@ def test_endless_overflow_stops_with_advice_and_is_saved(tmp_path: Path) -> None
     errors = run_ranks(train_with_spoiled_loss, 2, flags, None, range(4, 1000), float("inf"))
     assert errors[0] == errors[1]
     assert "the last 30 steps changed nothing" in errors[0] and "--bf16" in errors[0] and "loss scale 1" in errors[0]
-    # 2 microbatches a step and rank: steps 1 and 2 were good
+    # Each rank has 2 microbatches a step, so the first wrong call is in step 3.
     assert complete_iterations(tmp_path) == [32]
     assert read_state(tmp_path / "iter_0000032")["train"]["skipped_iterations"] == 30
 
 
 def test_from_the_default_scale_30_overflows_in_a_row_stop_too(tmp_path: Path) -> None:
-    """Of the gradients alone: where they came from is looked up once, at the end. A resume tries as often again."""
+    """Only gradients overflow. The run looks up their origin once, when it gives up. A resumed run tries again."""
     flags = f"{LLAMA} --fp16 --ulysses-size 2 --train-iters 100 --save {tmp_path} --save-interval 100"
     outputs = run_ranks(output_with_overflowing_gradients, 2, flags)
     assert "TrainingError: the last 30 steps changed nothing" in outputs[0] and "loss scale 1." in outputs[0]
@@ -211,7 +213,7 @@ def test_from_the_default_scale_30_overflows_in_a_row_stop_too(tmp_path: Path) -
 
 
 def output_with_overflowing_gradients(flags: str) -> str:
-    """The run's output when every backward gives infinities at any loss scale, and losses are fine."""
+    """Return the output of a run in which all gradients are infinite at any loss scale, and all losses are finite."""
     from megatron_sp.train import train_step
 
     original = train_step.require_all_gradients
@@ -225,7 +227,7 @@ def output_with_overflowing_gradients(flags: str) -> str:
 
 
 def test_a_nan_under_fp16_is_named_at_once(tmp_path: Path) -> None:
-    """It is no overflow of a scale that is too high: the loss is unscaled."""
+    """The loss carries no loss scale, so a loss that is not finite does not mean that the scale is too high."""
     flags = f"{LLAMA} --fp16 --initial-loss-scale 1024 --ulysses-size 2 --save {tmp_path} --save-interval 100"
     output, _ = run_ranks(output_with_spoiled_loss, 2, flags, 1, range(9, 10), float("nan"))
     assert "WARNING: iteration 3: loss nan" in output and "not finite on rank 1 (microbatch 2)" in output
@@ -246,8 +248,8 @@ def test_a_run_without_any_update_ends_with_a_warning(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_the_same_in_every_layout_and_changes_nothing(tmp_path: Path) -> None:
-    """Also in ZeRO stages, whose weights stay gathered after a forward without backward; a save follows at once."""
-    # the first step's rate is 0: at iteration 1 all layouts have the same weights, though not the same dropout
+    """A save right after an evaluation works too, in ZeRO stages that keep weights gathered after a forward."""
+    # The learning rate of step 1 is 0, so at iteration 1 all layouts still have the same weights.
     common = f"{LLAMA} --hidden-dropout 0.1 --lr 1e-2 --lr-warmup-iters 2 --save-interval 2 --train-iters 4"
     found: dict[tuple[str, str], Path] = {}
     first_losses: list[float] = []
@@ -273,7 +275,7 @@ def test_evaluation_is_the_same_in_every_layout_and_changes_nothing(tmp_path: Pa
 
 
 def test_data_without_any_label_has_no_loss_and_changes_no_weight(tmp_path: Path) -> None:
-    """Documents of nothing but end-of-document tokens, under a flag that masks what such tokens predict."""
+    """Train on documents of only end-of-document tokens, with the flag that masks the labels after such tokens."""
     random = np.random.default_rng(1)
     for name, make in (("text", lambda: random.integers(0, 90, size=60)), ("empty", lambda: np.full(60, 96))):
         with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
@@ -305,7 +307,7 @@ def test_data_without_any_label_has_no_loss_and_changes_no_weight(tmp_path: Path
 
 
 def output_on_data(flags: str) -> str:
-    """What a run prints, on real data files."""
+    """Return what a run on real data files prints."""
     from tests.helpers import training
 
     training.TRAINING = [word for word in training.TRAINING if word != "--mock-data"]

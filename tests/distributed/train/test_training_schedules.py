@@ -25,16 +25,16 @@ SAME = ("iteration", "lm_loss", "grad_norm", "learning_rate", "global_batch_size
 
 
 def train_without(flags: str, without: str) -> str:
-    """``train`` without some of the helper's own flags."""
+    """Train as ``train`` does, but without some of its default flags."""
     training.TRAINING = " ".join(training.TRAINING).replace(without, "").split()
     return training.train(flags)
 
 
 def straight_and_halves(directory: Path, flags: str, stop: int, world: int = 1, without: str = "") -> list[dict]:
-    """Rows of a run that is stopped and resumed; they must be those of one that is not, and so must the weights."""
-    for words in (f"--save {directory}/straight", f"--save {directory}/halves --exit-interval {stop}",
-                  f"--save {directory}/halves --load {directory}/halves"):
-        assert run_ranks(train_without, world, f"{TINY} {flags} {words}", without) == [""] * world
+    """Train once without a stop, and once stopped and resumed. Compare metrics and weights, and return the metrics."""
+    for save_flags in (f"--save {directory}/straight", f"--save {directory}/halves --exit-interval {stop}",
+                       f"--save {directory}/halves --load {directory}/halves"):
+        assert run_ranks(train_without, world, f"{TINY} {flags} {save_flags}", without) == [""] * world
     assert steps(directory / "halves", *SAME) == steps(directory / "straight", *SAME)
     last = (directory / "straight" / "latest_checkpointed_iteration.txt").read_text().strip()
     left, right = (full_tensors(directory / name / f"iter_{int(last):07d}") for name in ("straight", "halves"))
@@ -43,20 +43,20 @@ def straight_and_halves(directory: Path, flags: str, stop: int, world: int = 1, 
 
 
 def test_steps_of_the_batch_size_over_a_resume(tmp_path: Path) -> None:
-    """32 tokens a sample: 2 samples a step, 4 from 192 tokens (6 samples) on, 6 from 512 tokens (16 samples) on."""
+    """Samples have 32 tokens. Steps have 2 samples, 4 from 192 tokens (6 samples) on, 6 from 512 (16 samples) on."""
     rows = straight_and_halves(
         tmp_path, "--train-iters 8 --step-batch-size-schedule 0:2 0.192K:4 512:6 --lr-warmup-iters 4 --min-lr 1e-4 "
                   "--ulysses-size 2", stop=4, world=2, without="--global-batch-size 4 ")
     assert [row["global_batch_size"] for row in rows] == [2, 2, 2, 4, 4, 4, 6, 6]
     assert [row["first_sample"] for row in rows] == [0, 2, 4, 6, 10, 14, 18, 24]
-    # 4 iterations of warm-up are 10 samples, 8 iterations 30
+    # The 4 iterations of warm-up read 10 samples, the 8 iterations of the run read 30.
     expected = [1e-3 * samples / 10 for samples in (0, 2, 4, 6, 10)]
     expected += [1e-4 + 9e-4 * (30 - samples) / 20 for samples in (14, 18, 24)]
     assert [row["learning_rate"] for row in rows] == pytest.approx(expected)
 
 
 def test_decreased_batches_train_and_evaluate(tmp_path: Path) -> None:
-    """6 is not a multiple of 4: batches of 4, also of evaluations; 8 iterations end at 32 samples."""
+    """2 ranks read microbatches of 2, so a batch must be a multiple of 4. All batches, also of evaluations, get 4."""
     flags = (f"{TINY} --global-batch-size 6 --micro-batch-size 2 --decrease-batch-size-if-needed --eval-iters 1 "
              f"--eval-interval 4 --save {tmp_path}")
     assert run_ranks(train, 2, flags) == ["", ""]
@@ -76,7 +76,7 @@ def test_wsd_over_a_resume_in_its_final_decay(tmp_path: Path, style: str, height
 
 
 def test_warm_up_in_samples_hands_over_to_a_decay_in_tokens(tmp_path: Path) -> None:
-    """Warm-up over 6 samples (192 tokens), down to the minimum at 448 tokens (14 samples), which stays."""
+    """The rate rises over 6 samples (192 tokens), falls to the minimum at 14 samples (448 tokens), and stays there."""
     flags = (f"{TINY} --train-samples 20 --global-batch-size 2 --lr-warmup-samples 6 --lr-decay-tokens 448 "
              f"--min-lr 2e-4 --save {tmp_path}")
     assert run_ranks(train_without, 1, flags, "--train-iters 8 ") == [""]
@@ -87,7 +87,7 @@ def test_warm_up_in_samples_hands_over_to_a_decay_in_tokens(tmp_path: Path) -> N
 
 
 def decays(flags: str) -> list[tuple[float, float]]:
-    """Samples and weight decay of each step of a run on this rank."""
+    """Return samples and weight decay of each step of a run on this rank."""
     seen: list[tuple[float, float]] = []
     original = Schedule.apply
 

@@ -116,7 +116,7 @@ def test_newer_checkpoints_than_the_loaded_one_are_told(tmp_path: Path) -> None:
 
 
 def test_directories_of_other_programs_are_neither_loaded_nor_replaced(tmp_path: Path) -> None:
-    """A Megatron-LM checkpoint: refused when loading without a tracker, and at the latest in the save."""
+    """``iter_N`` directories of Megatron-LM are refused at load without a tracker, or else when N is saved."""
     theirs = tmp_path / "iter_0000002" / "mp_rank_00"
     theirs.mkdir(parents=True)
     (theirs / "model_optim_rng.pt").write_text("weights")

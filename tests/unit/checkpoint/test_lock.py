@@ -20,7 +20,7 @@ from megatron_sp.errors import CheckpointError
 
 @pytest.fixture
 def other_run() -> Iterator[tuple[subprocess.Popen[bytes], Owner]]:
-    """A living process and the owner it would be."""
+    """Yield a process that runs, and the ``Owner`` that it would write into a lock."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = replace(Owner.this_process(4), pid=process.pid, process_start=lock._process_start(process.pid))
     yield process, owner

@@ -1,4 +1,4 @@
-"""Sampling and streaming, with stand-ins for the model."""
+"""Sampling tokens and streaming their text, with small functions in place of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from megatron_sp.inference.text import StopWords, TextStream
 
 
 class Successor(nn.Module):
-    """Predicts token + 1 modulo ``vocab`` and remembers the calls' lengths; padding columns are tempting."""
+    """Predicts token + 1 modulo ``vocab``, and stores how many tokens each call reads.
+
+    The padding columns have the largest logits, so that a sampler that does not leave them out draws them.
+    """
 
     def __init__(self, vocab: int = 10, padding: int = 2) -> None:
         super().__init__()

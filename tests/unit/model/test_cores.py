@@ -80,7 +80,7 @@ def test_dropout_is_replayed_in_backward_and_does_not_depend_on_the_head_split()
     whole = attend(0, 4)
     torch.testing.assert_close(torch.cat((attend(0, 2), attend(2, 4)), dim=2), whole)
     assert not torch.allclose(whole, SDPACore()(q, k, v))
-    # finite difference of one element: backward must have used the forward's mask
+    # A finite difference shows that backward used the same dropout mask as forward.
     gradient, = torch.autograd.grad(whole.sum(), v)
     with torch.no_grad():
         v[0, 0, 0, 0] += 1e-4

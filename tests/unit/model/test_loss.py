@@ -1,4 +1,4 @@
-"""Output layer and loss in tiles: right for any tile, any scaling, any mask; logits never whole."""
+"""The tiled output layer and loss: equal to torch's cross-entropy for any tile, scale and mask, one tile at a time."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def confident(vocab: int, width: int = 16, tokens: int = 48) -> tuple[torch.Tens
 
 @pytest.mark.parametrize("magnitude", [1.0, 100.0])
 def test_fp16_keeps_the_gradients_of_improbable_words(magnitude: float) -> None:
-    """A vocabulary of 128K: each word's row of dW follows fp32 to the precision of fp16, however small it is.
+    """With a vocabulary of 128K, each word's row of dW equals the fp32 result to the precision of fp16, however small.
 
-    And no product leaves the range of fp16 where x is large and all tokens have the same label.
+    No product overflows in fp16 either, when x is large and all tokens have the same label.
     """
     vocab = 131072
     x, weight, labels = confident(vocab)

@@ -44,7 +44,7 @@ def test_the_reference_core_is_seen_to_be_quadratic() -> None:
 
 
 def saved_elements(call: object) -> int:
-    """Elements that autograd keeps for backward of ``call()``, each storage once."""
+    """Return the number of elements that autograd keeps for backward of ``call()``; each storage counts once."""
     kept: dict[int, int] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -85,8 +85,8 @@ def test_the_loss_lets_go_of_its_gradients_in_backward() -> None:
 
 
 def test_index_arithmetic_is_64_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes beyond 2^31 elements, without memory: sizes and strides must not wrap."""
-    monkeypatch.setattr(rotary, "CPU_PIECE", 1 << 40)  # few steps
+    """Sizes and strides of tensors beyond 2^31 elements must not overflow. The meta device takes no memory for them."""
+    monkeypatch.setattr(rotary, "CPU_PIECE", 1 << 40)  # one large piece, because many small ones would take minutes
     monkeypatch.setattr(norm, "CPU_ROWS", 1 << 40)
     tokens = 2**31 // 64 + 512
     x = torch.empty(1, tokens, 64, device="meta", requires_grad=True)
@@ -100,7 +100,7 @@ def test_index_arithmetic_is_64_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_more_than_2_to_the_31_elements() -> None:
-    """Real values at the far end of tensors of 2^31 elements and more: about 10 GiB."""
+    """Compute real values in the last rows of tensors of more than 2^31 elements, which takes about 10 GiB."""
     if _available() < 14 * 2**30:
         pytest.skip("needs 14 GiB of free memory")
     columns, rows = 32, 2**31 // 32 + 64
@@ -120,7 +120,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 def _available() -> int:
-    """Bytes of free memory, 0 where it cannot be told."""
+    """Return the bytes of available memory; 0 where the system does not report them."""
     try:
         with open("/proc/meminfo") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
@@ -129,7 +129,7 @@ def _available() -> int:
 
 
 def resident_memory_over_steps(steps: int) -> list[int]:
-    """On a rank: bytes resident after every tenth step of a tiny model, from the fiftieth on."""
+    """Train a tiny model on this rank; return the resident bytes after every tenth step, from the fiftieth on."""
     from megatron_sp.model.build import build_model
     from megatron_sp.proof.data import batch, local_microbatches
     from megatron_sp.train.forward_backward import build_engine

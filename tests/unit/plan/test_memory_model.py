@@ -1,4 +1,4 @@
-"""The memory plan against allocation traces of the real model, forward and backward, on fake tensors."""
+"""Compare the predicted peak memory with traced allocations of the real model, forward and backward."""
 
 from __future__ import annotations
 

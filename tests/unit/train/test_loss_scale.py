@@ -1,4 +1,4 @@
-"""The fp16 loss scale, step by step."""
+"""The fp16 loss scale after overflows, after steps without overflow, and after a resume."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_rows_after_a_full_disk_are_readable(tmp_path: Path) -> None:
     metrics._file = disk
     metrics.write({"iteration": 1})
     disk.room = 5
-    for _ in range(2):      # the first is cut, of the second nothing is written
+    for _ in range(2):      # the disk takes 5 bytes of the first row and none of the second
         with pytest.raises(OSError, match="No space left"):
             metrics.write({"iteration": 2})
     disk.room = 1 << 20

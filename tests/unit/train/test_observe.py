@@ -62,7 +62,7 @@ def test_speed_is_the_same_for_any_split_of_the_sequence(tmp_path: Path) -> None
     assert found[0]["tokens_per_s"] == 512
     assert found[0]["tflops_per_device"] == pytest.approx(8 * flops / 1e12)
     assert found[0]["mfu"] == pytest.approx(8 * flops / 1e6)
-    last = 2 * 64 * 8 * 32  # of a recomputed layer's products the last is not made again
+    last = 2 * 64 * 8 * 32  # recomputation of a layer leaves out its last product, whose result backward does not need
     assert found[0]["hfu"] == pytest.approx(8 * (flops + layers - last + attention) / 1e6)
     for other in found[1:]:
         assert other["tokens_per_s"] == 512 and other["mfu"] == pytest.approx(found[0]["mfu"] / 2)
@@ -87,7 +87,7 @@ def test_the_line_averages_over_the_interval_and_leaves_out_skipped_steps() -> N
 
 
 def test_a_skipped_step_shows_its_finite_loss() -> None:
-    """While fp16 searches for its scale no step updates, and nothing is wrong with the losses."""
+    """While a dynamic loss scale is still too high, gradients overflow and steps are skipped. The losses are finite."""
     skipped = replace(STEP, skipped=True, grad_norm=math.inf)
     line = log_line(STEP, interval_of(skipped, replace(skipped, lm_loss=4.5)), 100)
     assert "lm loss: 4.311728E+00" in line and "number of skipped iterations:   2" in line

@@ -18,7 +18,7 @@ from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.schedule import Schedule as RateSchedule
 from megatron_sp.train.train_step import TrainStep
 
-#: The gradient of the sum of the losses; of 10 valid tokens the mean's has norm 0.5.
+#: The gradient of the sum of the losses, of norm 5. With 10 valid tokens the gradient of their mean has norm 0.5.
 SUMMED = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
 START = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 LR = 0.25
@@ -69,7 +69,7 @@ def weight_of(step: TrainStep) -> torch.Tensor:
 
 @pytest.mark.parametrize("clip, factor", [(0.0, 1.0), (1.0, 1.0), (0.25, 0.5), (0.125, 0.25)])
 def test_sgd_moves_by_the_gradient_clipped_by_its_norm(clip: float, factor: float) -> None:
-    """By the norm and not by its square, which is 0.25 here: the limits lie on both sides of it."""
+    """The norm is 0.5. Clipping by its square, 0.25, by mistake would give other factors for the limits used here."""
     step = step_of(clip=clip)
     totals = step.compute_gradients(batch())
     assert (totals.loss, totals.grad_norm, totals.num_valid) == (2.0, pytest.approx(0.5), 10)
