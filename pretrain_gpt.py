@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
 
         return dry_run(plan, argv, environment.world_size, environment.local_world_size) if environment.rank == 0 else 0
     run, notes = load_run(argv, environment.world_size, devices_per_node=environment.local_world_size)
-    signals = StopSignals.of(run)   # before anything that takes time
+    signals = StopSignals.of(run)   # before the slow import of torch, so that no signal is missed
 
     from megatron_sp.train.setup import pretrain
 

@@ -1,4 +1,4 @@
-"""From the command line to a checked, resolved run."""
+"""Turn a command line into a run: parse the flags, derive open values, check the rules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _on_nodes(run: Run, devices_per_node: int) -> Run:
 
 
 def _already_reported(problem: str, parsed: Parsed) -> bool:
-    """Whether ``problem`` is about a flag that could not be read, which the user has been told."""
+    """Return whether ``problem`` is about a flag whose value cannot be read, which the parser has reported already."""
     return any(_names(flag, problem) for flag in parsed.broken)
 
 
@@ -64,9 +64,9 @@ def _names(flag: str, text: str) -> bool:
 
 
 def _in_users_words(text: str, parsed: Parsed) -> str:
-    """Return ``text`` with each flag in the spelling of the command line."""
-    for said, switch in parsed.switched.items():
-        text = re.sub(re.escape(said) + r"(?![\w.-])", switch, text)
+    """Return a message with each flag in the spelling that the user typed, for example DeepSpeed's."""
+    for flag_and_value, typed in parsed.switched.items():
+        text = re.sub(re.escape(flag_and_value) + r"(?![\w.-])", typed, text)
     origins = {preset for flag, preset in parsed.filled.items() if _names(flag, text)}
     text = re.sub(r"--[A-Za-z][\w-]*", lambda match: parsed.spelled.get(match[0], match[0]), text)
     return text + "".join(f" ({preset} fills in values that are named here.)" for preset in sorted(origins))

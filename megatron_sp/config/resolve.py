@@ -1,4 +1,4 @@
-"""Derived values: what the command line leaves open and its other values decide."""
+"""Derive values that the command line leaves open from the values that it gives."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def with_vocab(run: Run, vocab_size: int) -> Run:
 
 
 def pad(size: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``size``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``size``."""
     return -(-size // multiple) * multiple
 
 
 def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:
-    """Megatron's default width: 4 h, or with a gate int(8 h / 3 / 64) x 64 (64 at least)."""
+    """Return Megatron's default width: 4 h, or with a gate int(8 h / 3 / 64) x 64, but at least 64."""
     return max(64, int(8 * hidden_size / 3 / 64) * 64) if gated else 4 * hidden_size
 
 
@@ -77,7 +77,11 @@ def _parallel(parallel: Parallel) -> Parallel:
 
 
 def _pipeline(parallel: Parallel, num_layers: int) -> Parallel:
-    """Stages per rank and schedule: each follows from the other, from the layers per stage, or is the plain one."""
+    """Fill in the number of stages per rank and the schedule.
+
+    A missing number of stages follows from the layers per stage, or else from the schedule. A missing schedule follows
+    from the number of stages: "1f1b" for one stage per rank, "interleaved" for more.
+    """
     per_rank, schedule = parallel.stages_per_rank, parallel.pipeline_schedule
     if not per_rank and parallel.layers_per_virtual_stage > 0 and parallel.pp > 0:
         per_rank = num_layers // (parallel.pp * parallel.layers_per_virtual_stage)
@@ -106,7 +110,7 @@ def _optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def _schedule(schedule: Schedule, train: Train) -> Schedule:
-    """The horizon in the unit the run counts in; the other unit stays 0."""
+    """Fill in the decay length: the length of the run, in samples or iterations as the run counts."""
     if train.train_samples and not train.train_iters:
         return replace(schedule, lr_decay_samples=schedule.lr_decay_samples or train.train_samples)
     return replace(schedule, lr_decay_iters=schedule.lr_decay_iters or train.train_iters)

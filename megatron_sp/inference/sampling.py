@@ -67,7 +67,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         shares /= shares.sum()
     if sampling.top_p < 1:
         before = shares.cumsum(-1) - shares
-        before[0] = 0.0  # the most probable token always stays
+        before[0] = 0.0  # never remove the most probable token, whatever rounding makes of the sums
         shares[before >= sampling.top_p] = 0
         shares /= shares.sum()
     return torch.zeros_like(shares).scatter_(0, order, shares)
@@ -109,7 +109,7 @@ def generate_batch(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_t
         prompts: token ids, at least one for each prompt.
         max_new_tokens: end a row after this many drawn tokens.
         vocab_size: token ids from here on are padding and are never drawn.
-        eod: end a row where this token is drawn, without yielding it; None never ends a row so.
+        eod: a row ends when this token is drawn, and the token is not yielded; None: no token ends a row.
         seed: seed of the draws. Each row has a generator of its own, so a row does not depend on the others.
         use_cache: keep keys and values; without them every step computes the whole text again.
         region: the tp ranks over which the vocabulary is split. All of them call this and draw the same tokens.
@@ -135,7 +135,7 @@ def generate_batch(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_t
         for number, row in enumerate(rows):
             if len(row) > length:  # this row still reads its prompt
                 continue
-            # Rows that have ended keep decoding with the batch; their further tokens are discarded.
+            # A row that has ended keeps decoding with the batch. Its input is token 0, and its output is discarded.
             token = 0
             if left[number]:
                 weights = probabilities(logits[number, :vocab_size].cpu(), sampling)

@@ -1,4 +1,4 @@
-"""Text from tokens as they are generated: whole characters only, ended by stop words."""
+"""Turn tokens into text while they are generated, in complete characters, and end the text at stop words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 
 class TextStream:
-    """Turns tokens into text as they come, and returns whole characters only.
+    """Turns tokens into text one after another, and returns only complete characters.
 
     A character may need several tokens (byte fallback), and the text of a token may depend on the token before it
     (leading spaces). So a few tokens are decoded together, and only the part that is new and complete is returned.
@@ -42,12 +42,12 @@ class TextStream:
 
 
 class StopWords:
-    """Ends a text before the first of some words. The words need not begin or end where tokens do.
+    """Ends a text before the first stop word. A stop word may begin or end in the middle of a token.
 
-    Text that may be the beginning of such a word is held back until more text decides.
+    Text that may be the beginning of a stop word is held back until the following text decides.
 
     Attributes:
-        found: a stop word has been met.
+        found: whether the text has reached a stop word.
     """
 
     def __init__(self, words: Sequence[str]):
@@ -56,14 +56,15 @@ class StopWords:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Add text and return the text before any stop word that need not be held back."""
+        """Add text; return the text that comes before any stop word and cannot be the beginning of one."""
         if self.found:
             return ""
         held = self._held + text
         places = [(place + len(word), place) for word in self.words if (place := held.find(word)) >= 0]
         if places:
             self.found, self._held = True, ""
-            return held[:min(places)[1]]  # the word that ends first, however the text was cut into pieces
+            # The word that ends first decides. So the result does not depend on how the text is split into tokens.
+            return held[:min(places)[1]]
         longest = max(map(len, self.words), default=1) - 1
         keep = next((size for size in range(min(longest, len(held)), 0, -1)
                      if any(word.startswith(held[-size:]) for word in self.words)), 0)

@@ -26,9 +26,9 @@ class Block(nn.Module):
         layer: global number of the layer, from 0.
         plan, groups: see ``Attention``.
         first_token: global number of this rank's first token between tensor-parallel regions; it keys dropout.
-        recompute_granularity: what forward keeps for backward: "full" the layer's input only, "selective" also the
-            output of attention, "" everything. With head groups, attention recomputes itself. Then the input of
-            the second branch is kept too, because recomputing the whole layer would run attention a third time.
+        recompute_granularity: "full" keeps only the layer's input for backward, "selective" also the output of
+            attention, "" everything. With head groups, attention recomputes itself. Then the input of the second
+            branch is kept too, because recomputing the whole layer would run attention a third time.
         mlp_tile: see ``MLP``.
         compiled: compile the arithmetic of the layer. Recomputation and FSDP's hooks stay outside the compiled part.
     """
@@ -67,17 +67,17 @@ class Block(nn.Module):
 
     def _compute(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
                  cache: KeyValueCache | None = None) -> torch.Tensor:
-        """Both branches, without recomputation."""
+        """Apply both branches, without recomputation."""
         return self._feed_forward(self._attend(x, rotation, sample_ids, cache), sample_ids)
 
     def _attend(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
                 cache: KeyValueCache | None = None) -> torch.Tensor:
-        """x + drop(attention(norm(x)))"""
+        """Return x + drop(attention(norm(x)))."""
         y = self.attention(x, rotation, sample_ids, cache, normalise=self.input_norm)
         return x + self._drop(y, self.attention_dropout, sample_ids)
 
     def _feed_forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
-        """x + drop(mlp(norm(x)))"""
+        """Return x + drop(mlp(norm(x)))."""
         y = self.mlp(self.post_attention_norm(x), skip_value=self.replay.is_active)
         return x + self._drop(y, self.mlp_dropout, sample_ids)
 

@@ -76,7 +76,7 @@ class GPT(nn.Module):
     Args:
         model: the shape of the whole model.
         layers: global numbers of the layers held here.
-        blocks: makes the layer of a global number.
+        blocks: returns a new layer, given its global number.
         embedding, final_norm, output: the other parts, None where another stage holds them.
         loss_tile: tokens whose logits exist at once, see ``loss.linear_cross_entropy_sum``.
         unit: layers that are recomputed together; 1 leaves recomputation to each layer.
@@ -141,7 +141,7 @@ class GPT(nn.Module):
         return torch.stack([loss])  # not a view, because FSDP puts hooks on the outputs of its modules
 
     def token_losses(self, labels: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The same for the loss of each token, without gradients: [b, s/sp, h], [v/tp, h] -> [b, s/sp]"""
+        """Return the loss of each token, without gradients: [b, s/sp, h], [v/tp, h] -> [b, s/sp]"""
         assert self.output is not None
         return linear_cross_entropies(x, weight, labels, self.output.region, self.config.vocab_size,
                                       tile=self.loss_tile)

@@ -1,4 +1,4 @@
-"""The trial that a kernel of another package passes before a run uses it."""
+"""Compare a kernel of another package with torch before a run uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run computes attention and norms with on its device; chosen once at start, then given to every layer."""
+"""Choose the kernels for attention and norms. A run does so once at its start and gives them to every layer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Kernels:
     """The chosen kernels.
 
     Args:
-        core: attends on one rank, or between the exchanges of Ulysses.
-        block_kernel: attends to one block of keys in a ring; then ``core`` is not used.
-        norms: of every norm of the model.
-        warnings: sentences on kernels that were expected and cannot be used.
+        core: computes attention on one rank, or between the exchanges of Ulysses.
+        block_kernel: computes attention to one block of keys in a ring. A run with a ring does not use ``core``.
+        norms: compute every norm of the model.
+        warnings: sentences for the log on kernels that are installed or usual and cannot be used here.
     """
 
     core: AttentionCore
@@ -47,7 +47,7 @@ def choose_kernels(run: Run, device: torch.device) -> Kernels:
 
 
 def kernels_in_words(run: Run, kernels: Kernels) -> str:
-    """Return one line on what a run computes with."""
+    """Return one line for the log that names the kernels of a run."""
     core = kernels.core.description
     if run.parallel.ring > 1:
         attention = f"{kernels.block_kernel.description} (blocks of a ring)"

@@ -88,11 +88,12 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Gradients:
-    """The gradients of x and of the weight, added up over the tiles.
+    """The gradients of x and of the weight, filled tile by tile.
 
     Attributes:
-        dx: [tokens, h] or None where nobody wants it; in fp16 runs fp32, since it is unscaled.
-        dw: [v/tp, h] or None, at least fp32: a sum over all tokens.
+        dx: [tokens, h], or None when x needs no gradient. In fp16 runs it is fp32, because the loss scale is not yet in
+            it and small values would be 0 in fp16.
+        dw: [v/tp, h], or None when the weight needs no gradient. At least fp32, because it is a sum over all tokens.
     """
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, needs_x: bool, needs_weight: bool):
@@ -103,7 +104,13 @@ class _Gradients:
         self.largest_weight = largest_magnitude(weight) if self.is_fp16 and needs_x else None
 
     def add(self, gradient: torch.Tensor, x_tile: torch.Tensor, rows: slice) -> None:
-        """Add what the tile of these rows contributes, given the gradient [t, v/tp] of its logits."""
+        """Add one tile's gradients.
+
+        Args:
+            gradient: [t, v/tp], gradient of the tile's logits.
+            x_tile: [t, h]
+            rows: the tile's place among all tokens.
+        """
         if self.is_fp16:
             self._add_fp16(gradient, x_tile, rows)
             return
@@ -116,7 +123,11 @@ class _Gradients:
             self.dw += gradient.t() @ x_tile
 
     def _add_fp16(self, gradient: torch.Tensor, x_tile: torch.Tensor, rows: slice) -> None:
-        """The same with each row, for dx, or column, for dw, scaled into the range of fp16 and back in fp32."""
+        """Add one tile's gradients with products in fp16.
+
+        Before a product each row (for dx) or column (for dw) of ``gradient`` is scaled into the range of fp16. After it
+        the scale is divided out again in fp32.
+        """
         scaled = torch.empty_like(gradient, dtype=torch.float16)
         if self.dx is not None and self.largest_weight is not None:
             scale = fp16_scale(torch.linalg.vector_norm(gradient, 1, dim=1, keepdim=True), self.largest_weight)
@@ -140,7 +151,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             losses, gradient = losses_and_gradient(tokens[rows] @ weight.t(), targets[rows], region, vocab_size)
             loss += losses.sum()
             gradients.add(gradient, tokens[rows], rows)
-            del gradient  # before the next tile's logits exist
+            del gradient  # free it before the next tile's logits are computed
         # Attributes of ctx would live as long as the loss does; saved tensors are freed by backward.
         ctx.save_for_backward(gradients.dx, gradients.dw)
         ctx.shape, ctx.dtypes, ctx.scaled_by = x.shape, (x.dtype, weight.dtype), None

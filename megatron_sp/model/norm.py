@@ -44,7 +44,7 @@ class _CPURMSNorm(torch.autograd.Function):
             normed = x_ * scale_
             weighed = grad_ * normed
             dw += weighed.sum(0)
-            mean = torch.mv(weighed, weight).div_(flat.shape[-1]).unsqueeze(-1)  # the gradient's part along x
+            mean = torch.mv(weighed, weight).div_(flat.shape[-1]).unsqueeze(-1)  # projection of the gradient on x
             torch.mul(grad_, weight, out=dx_).sub_(normed.mul_(mean)).mul_(scale_)
         return dx.view(grad.shape), dw, None
 

@@ -22,7 +22,7 @@ RMSNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 #: (x [..., h], weight [h], bias [h], epsilon) -> [..., h]
 LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
-#: For each package the module that has its functions, and how to install it.
+#: Package -> the module that holds its functions, and the name to install it by.
 PACKAGES = {"apex": ("apex.normalization.fused_layer_norm", "apex (from source: github.com/NVIDIA/apex)"),
             "liger": ("liger_kernel.ops", "liger-kernel")}
 
@@ -37,12 +37,13 @@ class NormKernels:
 
 
 def choose_norm_kernels(choice: str, device: torch.device) -> NormKernels:
-    """Return the kernels of ``--fused-kernels``.
+    """Return the kernels that ``--fused-kernels`` names.
 
-    ``auto`` is, on a GPU, the first package that can be imported and agrees with torch, else torch.
+    "auto" on a GPU means the first package that can be imported and gives the same results as torch. If there is none,
+    and on other devices, it means torch.
 
     Raises:
-        ConfigError: the choice names a package, and there is no GPU or the package cannot be imported.
+        ConfigError: the flag names a package, and the device is not a GPU or the package cannot be imported.
     """
     if choice == "auto" and device.type == "cuda":
         return _first_that_agrees(device)

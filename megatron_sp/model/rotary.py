@@ -13,7 +13,8 @@ import torch
 
 from megatron_sp.config.schema import Model
 
-# Llama 3.1's rule stretches wavelengths that are long against the original context and keeps short ones.
+# Llama 3.1's rule divides low frequencies, whose wavelength is long compared with the original context, by a factor,
+# and leaves high frequencies as they are.
 LLAMA3_LOW_FREQUENCY, LLAMA3_HIGH_FREQUENCY, LLAMA3_ORIGINAL_CONTEXT = 1.0, 4.0, 8192
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -30,7 +31,7 @@ def frequencies(model: Model, device: torch.device) -> torch.Tensor:
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
     freqs = model.rotary_base ** -exponents
     if model.use_rope_scaling:
-        periods = LLAMA3_ORIGINAL_CONTEXT * freqs / (2 * math.pi)  # in the original context
+        periods = LLAMA3_ORIGINAL_CONTEXT * freqs / (2 * math.pi)  # number of periods in the original context
         share = (periods - LLAMA3_LOW_FREQUENCY) / (LLAMA3_HIGH_FREQUENCY - LLAMA3_LOW_FREQUENCY)
         share = share.clamp(0, 1)
         freqs = (1 - share) * freqs / model.rope_scaling_factor + share * freqs

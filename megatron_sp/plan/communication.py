@@ -1,4 +1,4 @@
-"""Bytes that each kind of parallelism sends in one training step, from the configuration alone.
+"""Compute from a configuration how many bytes each kind of parallelism sends in one training step.
 
 All figures are bytes that the busiest rank sends to other ranks. ``w`` is the number of ranks of a group: an all-gather
 and a reduce-scatter of a tensor of B bytes send B (w-1)/w each, an all-reduce is one of each (the ring algorithm), and
@@ -80,7 +80,8 @@ def _tensor(run: Run) -> tuple[float, str, bool]:
 def _ulysses(run: Run) -> tuple[float, str, bool]:
     model, parallel, sizes = run.model, run.parallel, Sizes.of(run)
     heads = HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=parallel.tp, ulysses=parallel.ulysses)
-    own = heads.heads_sent + (heads.query[1] - heads.query[0])  # q, k, v there and the output back
+    # Heads that a rank exchanges for each of its tokens: those of q, k and v before attention, of the output after it.
+    own = heads.heads_sent + (heads.query[1] - heads.query[0])
     forward = (parallel.ulysses - 1) / parallel.ulysses * sizes.inside * own * model.head_dim * sizes.element
     return (_forwards(run) + 1) * forward, "all-to-alls of query, key, value and attention's output", False
 
@@ -94,7 +95,7 @@ def _ring(run: Run) -> tuple[float, str, bool]:
 
 
 def _states(run: Run, layers: int, microbatches: int) -> tuple[float, str]:
-    """Weights and gradients over the data- and sequence-parallel ranks."""
+    """Return the bytes of weights and gradients that a rank sends along the "fsdp" axis, and the collectives."""
     parallel, weights = run.parallel, Weights.of(run)
     parameters = float(layers * weights.layer + weights.embedding + weights.output)
     if parallel.zero_stage == 0 or not uses_fsdp(run):

@@ -73,7 +73,7 @@ def repeats_of(run: Run) -> Repeats:
     kind, tiled, grouped = memory.recompute_granularity, memory.mlp_tile_size > 0, memory.attention_head_groups > 1
     drops = model.attention_dropout > 0
     unit, stages = recompute_unit(memory), stage_layers(model, run.parallel)
-    # Shares of all layers: those that are recomputed, and those that are the last of a unit.
+    # Shares of all layers: ``layers`` of those that are recomputed, ``ends`` of those at the end of a recomputed unit.
     layers = sum(len(recomputed_layers(memory, stage)) for stage in stages) / model.num_layers
     ends = layers if unit == 1 else sum(-(-len(stage) // unit) for stage in stages) / model.num_layers
     attention = layers if unit > 1 or not grouped else 0.0

@@ -89,7 +89,7 @@ def layer_memory(run: Run, *, device: str = "cpu") -> LayerMemory:
     if tile:
         at_mlp = x1_n2 + grad + n1 + peak  # n1: the gradient of n2
         mlp = x1_n2
-    else:  # while the tensors of width f are differentiated, or at the products that give the gradient of n2
+    else:  # two candidates: backward of the activation function, and then of the up and gate projections
         at_mlp = max(x1_n2 + grad + peak, x1_n2 + grad + ffn / 2 + 2 * n1)
         mlp = x1_n2 + ffn
     backward_mlp = max(at_mlp, 4 * x)
@@ -130,12 +130,12 @@ def _core(run: Run, sizes: Sizes, device: str) -> _Core:
         # Selective recomputation keeps what all-to-alls returned. An exchange through shared memory is copied again.
         if device == "gpu" or not run.parallel.shared_memory or run.train.compile:
             exchanged += qkv + t * sizes.query * e
-    dq_in_fp32 = t * sizes.core_query * FP32 if device == "gpu" else 0  # kernels sum it so
+    dq_in_fp32 = t * sizes.core_query * FP32 if device == "gpu" else 0  # GPU kernels sum dq in an fp32 buffer
     peak = qkv + q + lse + q + qkv + dq_in_fp32  # q, k, v, o, log-sum-exp, dO, dq, dk, dv
     if parallel.ring > 1:
-        # Keys and values on their way around the ring, and their gradients: one block received, one sent.
-        travelling = 2 * (2 * kv) + 2 * (2 * t * sizes.core_kv * FP32)
-        peak += travelling + (t * sizes.core_query * FP32 if e < FP32 else q)
+        # The ring's send and receive buffers, each for one block of keys and values and one of their gradients.
+        ring_buffers = 2 * (2 * kv) + 2 * (2 * t * sizes.core_kv * FP32)
+        peak += ring_buffers + (t * sizes.core_query * FP32 if e < FP32 else q)
         exchanged = parallel.ring * (q + lse)
     if parallel.ulysses > 1:
         peak = max(peak, 2 * qkv + before_exchange)

@@ -181,7 +181,8 @@ class _Rank:
         """
         e, done = self.sizes.element, self.output + layers_done * self.weights.layer
         if self.weights.is_tied and self.is_first and self.is_last and not working:
-            done_whole = self.sizes.vocab * self.sizes.hidden  # waits for the gradient of the embedding lookup
+            # FSDP reduces a tied weight's gradient only after backward of the embedding has added its part.
+            done_whole = self.sizes.vocab * self.sizes.hidden
         else:
             done_whole = 0
         if not self.is_wrapped:
@@ -269,7 +270,7 @@ class _Rank:
         on_device = [kept - (inputs * self.layer.x if index < num_offloaded else 0)
                      for index, (kept, _) in enumerate(sets)]
         other_microbatches = (self.in_flight() - 1) * sum(on_device)
-        if self.run.parallel.pp > 1:  # the schedule holds the outputs of the stages
+        if self.run.parallel.pp > 1:  # the schedule keeps every stage's output until that microbatch's backward
             other_microbatches += self.in_flight() * self.num_stages * self.layer.x
         if self.is_last:
             yield from self._loss_moments(sum(on_device) + other_microbatches)

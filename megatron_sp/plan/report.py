@@ -1,4 +1,4 @@
-"""What a command line will do: layout, batch, work, communication, memory and time, before anything starts.
+"""Report what a run will do before it starts: layout, batch, FLOPs, communication, memory and step time.
 
 ``pretrain_gpt.py --dry-run`` prints it on a login node: it needs no torch, GPU, data, tokenizer or checkpoint.
 """
@@ -24,7 +24,7 @@ from megatron_sp.plan.memory import MemoryPlan, predict
 from megatron_sp.plan.sizes import Weights
 from megatron_sp.plan.step_time import StepTime, predict_step_time
 
-#: Nodes and ranks of a node that the picture shows; larger runs repeat themselves.
+#: Largest numbers of nodes, and of ranks per node, that the picture shows.
 NODES_SHOWN, RANKS_SHOWN = 4, 8
 
 
@@ -46,7 +46,7 @@ class Report:
         return self.memory.total <= self.device.memory
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every figure under a plain name; bytes, seconds, tokens and FLOPs are whole units."""
+        """Return all figures by name, in bytes, seconds, tokens and FLOPs without prefixes such as giga."""
         run, parallel = self.run, self.run.parallel
         flops = sequence_flops(run.model, run.data.seq_length)
         iterations, samples = _length(run)
@@ -90,7 +90,7 @@ def plan_run(run: Run, device: Device, devices_per_node: int = 8) -> Report:
 def longest_sequence(run: Run, device: Device) -> int:
     """Return the longest sequence, in tokens, whose predicted peak fits the device in this layout; 0 for none.
 
-    Found by bisection over multiples of what the layout needs: memory grows with the length.
+    Memory grows with the length, so the answer is found by bisection, among the lengths that the layout divides.
     """
     step = SequenceLayout.of(run.parallel, run.data.seq_length).divisor
     step *= run.parallel.tp if run.parallel.megatron_sp else 1
@@ -121,7 +121,7 @@ def with_known_vocabulary(run: Run, fallback: int) -> Run:
 
 
 def is_valid(run: Run, world_size: int) -> bool:
-    """Return whether a run breaks no rule."""
+    """Return whether a run passes all configuration checks."""
     return not check_problems(resolve(run, world_size))
 
 

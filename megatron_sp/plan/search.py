@@ -1,9 +1,9 @@
 """Find a layout and memory techniques for a model on given devices: the fastest step, or the longest sequence.
 
-The search is exhaustive over what can matter: every tensor-parallel size inside a node, every pipeline and
-sequence-parallel size that divides the ranks, ZeRO stages, and a ladder of memory techniques from the cheapest in time
-to the most sparing in memory. Each candidate is checked by the rules of the command line, its peak memory is predicted
-(``plan.memory``) and its step time estimated (``plan.step_time``); nothing is started.
+The search tries every tensor-parallel size inside a node, every pipeline and sequence-parallel size that divides the
+ranks, ZeRO stages, and a list of memory techniques from the fastest to the one that needs the least memory. The rules
+of the command line check each candidate, ``plan.memory`` predicts its peak memory, and ``plan.step_time`` estimates its
+step time. Nothing is started.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def search(base: Run, world_size: int, device: Device, devices_per_node: int, *,
 
 
 def layouts(base: Run, world_size: int, devices_per_node: int) -> Iterator[Parallel]:
-    """Yield the layouts that are worth a look; the rules of the command line judge them afterwards."""
+    """Yield the layouts to try. Some of them break rules of the command line; ``_run`` leaves these out."""
     model = base.model
     for tp in _divisors(min(devices_per_node, model.num_attention_heads)):
         if world_size % tp or model.num_attention_heads % tp:

@@ -1,4 +1,4 @@
-"""How long a training step takes, from arithmetic: a model with its assumptions written down.
+"""Estimate the time of a training step from its FLOPs and bytes, under the assumptions listed here.
 
 ::
 
@@ -98,7 +98,7 @@ def _bandwidth(run: Run, traffic: Traffic, device: Device, devices_per_node: int
 def pipeline_bubble(run: Run) -> float:
     """Return the share of a step in which a pipeline rank waits (Narayanan et al., arXiv 2104.04473, section 2.2).
 
-    Schedules that split backward fill most of it with gradients of weights; a third of the bubble is left to them here
+    Schedules that split backward fill most of the bubble with gradients of weights. For them a third of it is counted
     (Qi et al., arXiv 2401.10241, table 1, with equal times for forward and both halves of backward).
     """
     parallel = run.parallel

@@ -1,4 +1,4 @@
-"""From a configuration to a trainer: everything is built here, once, in this order."""
+"""Build everything that a run needs from its configuration, in order, and train."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Sequence[str] = (), *,
              started: float) -> int:
-    """Set up, train, and leave; the exit code.
+    """Set up the run, train, leave the process group, and return the exit code.
 
     Args:
-        notes: what the user should read once.
+        notes: lines to print before the configuration.
         started: ``time.monotonic()`` when the program started.
 
     Raises:
-        UserError: anything the user can cure, on every rank.
+        UserError: on every rank, for mistakes that the user can correct.
     """
     tokenizer = choose_tokenizer(run)
     run = with_vocab(run, tokenizer.vocab_size)
@@ -47,7 +47,7 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
     with reserve_save_directory(run) as lock_notes:
         trainer = build_trainer(run, tokenizer, device, signals, started=started)
         try:
-            store_configuration(run)      # not earlier: a run that is refused must leave the file as it is
+            store_configuration(run)      # after build_trainer, so that a run that is refused does not change the file
             for note in lock_notes:
                 trainer.recorder.say(note)
             with naming_lost_peers(trainer.mesh):
@@ -61,7 +61,10 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
 
 
 def choose_tokenizer(run: Run) -> Tokenizer:
-    """The tokenizer of the flags; made-up data without one is made of the numbers below ``--vocab-size``."""
+    """Return the tokenizer that the flags name.
+
+    With ``--mock-data``, ``--vocab-size`` and no flag of a tokenizer it is the NullTokenizer, whose tokens are numbers.
+    """
     data = run.data
     named = data.vocab_file or data.merge_file or data.tokenizer_model or data.tokenizer_type != "GPT2BPETokenizer"
     if data.mock_data and run.model.vocab_size and not named:
@@ -70,7 +73,7 @@ def choose_tokenizer(run: Run) -> Tokenizer:
 
 
 def print_configuration(run: Run, notes: Sequence[str]) -> None:
-    """Print the resolved configuration, after the notes on it."""
+    """Print the notes, then the resolved configuration."""
     print("\n".join(notes), end="\n" if notes else "")
     print("configuration:")
     for section, fields in to_dict(run).items():
@@ -79,7 +82,7 @@ def print_configuration(run: Run, notes: Sequence[str]) -> None:
 
 
 def advice(run: Run) -> list[str]:
-    """Lines on choices that cost much or lose something, and that people often do not make on purpose."""
+    """Return lines for the log on settings that users often choose unknowingly: slow attention, no output files."""
     lines = []
     dropout = run.model.attention_dropout
     if dropout and not run.train.skip_train:
@@ -95,10 +98,9 @@ def advice(run: Run) -> list[str]:
 
 
 def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSignals, *, started: float) -> Trainer:
-    """Build all parts of a run on this rank; the process group exists.
+    """Return the trainer with all its parts, on this rank. The process group must exist.
 
-    The checkpoint is read before the datasets are built: how many samples are still to come depends
-    on it.
+    The checkpoint is read before the datasets are built, because the number of samples still to train on depends on it.
 
     Args:
         run: resolved, with vocabulary sizes.
@@ -147,7 +149,7 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
 
 def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: TrainState,
                   recorder: Recorder) -> Readers:
-    """Datasets and their readers; evaluation reads the same ``eval-iters`` global batches every time."""
+    """Build the datasets and return their readers. Each evaluation reads the same ``--eval-iters`` global batches."""
     from megatron_sp.data.batch import BatchReader
     from megatron_sp.data.build import build_datasets
     from megatron_sp.layout.tokens import SequenceLayout
@@ -173,10 +175,10 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
 
 
 def samples_to_train(run: Run, state: TrainState) -> int:
-    """Length of the training set: what the flags ask for, and at least what is still to be read.
+    """Return the number of samples of the training set, those read before a resume included.
 
-    The flags alone decide in the usual case, so that the order of the data does not depend on where a
-    run was resumed; more is needed after the global batch size was raised on the way.
+    Usually the flags alone decide, so that the order of the samples does not depend on where a run was resumed. A run
+    whose global batch size was raised on resume needs more samples than the flags give. Then the set is longer.
     """
     train = run.train
     if train.skip_train:
@@ -189,7 +191,7 @@ def samples_to_train(run: Run, state: TrainState) -> int:
 
 
 def count_layers_and_parameters(model: Any, mesh: ParallelMesh) -> tuple[int, int]:
-    """Layers and parameters that were really built, all pipeline stages together."""
+    """Return the numbers of layers and parameters that were built, summed over the pipeline stages."""
     import torch
 
     from megatron_sp.parallel.pipeline import own_parameters
@@ -202,7 +204,7 @@ def count_layers_and_parameters(model: Any, mesh: ParallelMesh) -> tuple[int, in
 
 
 def layout_in_words(run: Run) -> str:
-    """The degrees of parallelism, where data parallelism comes from, and what the batch is made of."""
+    """Return a clause for the log: data-parallel size and how it follows from the other degrees, and the batch size."""
     parallel, train = run.parallel, run.train
     sizes = {"tensor": parallel.tp, "pipeline": parallel.pp, "ulysses": parallel.ulysses, "ring": parallel.ring}
     others = [f"{name} {size}" for name, size in sizes.items() if size > 1]

@@ -54,7 +54,7 @@ class StepTotals(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether gradient and loss (of a batch that has one) are finite numbers."""
+        """Whether the gradient norm is finite, and the loss too, unless the batch has no label and so no loss."""
         return math.isfinite(self.grad_norm) and (math.isfinite(self.loss) or not self.has_labels)
 
     @property
@@ -138,7 +138,7 @@ class TrainStep:
             return self._reduce(loss, int(num_valid), scale, votes())
 
     def _reduce(self, loss: torch.Tensor, num_valid: int, scale: float, votes: Sequence[float]) -> StepTotals:
-        """Sum this step's numbers over all ranks: the one reduction that every decision is taken from."""
+        """Sum this step's numbers over all ranks in one reduction. Every decision is taken from its result."""
         require_all_gradients(self.model)
         zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         shares = torch.stack([

@@ -1,7 +1,7 @@
-"""The training loop: steps, and what happens between them.
+"""The training loop: steps, evaluations and checkpoints.
 
-All ranks run the same loop and take every decision (skip, stop, save) from one reduction per step,
-so that they always agree.
+All ranks run the same loop. They take every decision (skip, stop, save) from the result of one reduction per step, so
+they always agree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_sp.train.train_step import StepTotals, TrainStep
 
 @dataclass
 class Readers:
-    """Where batches come from; None where the run has no such data."""
+    """Readers of the training, validation and test sets; None for a set that the run does not have."""
 
     train: BatchReader | None
     valid: BatchReader | None = None
@@ -60,11 +60,11 @@ class Trainer:
 
     Args:
         run: the resolved configuration.
-        step: model, optimizer and what else makes one step.
-        readers: where batches come from.
-        state: the counters to go on from; updated in place.
-        recorder: writes what the training reports.
-        signals: whether this process was asked to stop.
+        step: runs one training step; holds model, optimizer and schedule.
+        readers: readers of the data sets.
+        state: the counters of the run so far; every step updates them.
+        recorder: writes log and metrics.
+        signals: remembers the signals that this process received.
         started: ``time.monotonic()`` at the program's start, for ``--exit-duration-in-mins``.
     """
 
@@ -86,10 +86,10 @@ class Trainer:
     # ---------------------------------------------------------------- the loop
 
     def fit(self) -> None:
-        """Train to the end, or until something asks to stop; evaluate on the way and at the end.
+        """Train until the last iteration, or until a signal or a time limit ends the run; evaluate and save in between.
 
         Raises:
-            TrainingError: loss or gradients are not finite, copies of weights differ, or no step succeeds any more.
+            TrainingError: loss or gradients are not finite, copies of weights differ, or too many steps in a row fail.
         """
         with self.garbage.disabled_while_training():
             self._fit()
@@ -130,7 +130,7 @@ class Trainer:
             self.recorder.say(f"exiting at iteration {self.state.iteration}: {self.stop_reason}")
 
     def is_finished(self) -> bool:
-        """Whether the iterations, samples or tokens are used up."""
+        """Return whether the iterations, samples or tokens of the run are used up, or the run only evaluates."""
         train = self.run.train
         used_up = 0 < train.train_tokens <= self.state.consumed_tokens
         return train.skip_train or used_up or self.state.iteration >= self.last_iteration
@@ -143,7 +143,7 @@ class Trainer:
         return interval > 0 and self.state.iteration % interval == 0
 
     def _asked_to_stop(self) -> str:
-        """Whether any rank was sent a signal before the first step."""
+        """Return a reason to stop when any rank received a signal before the first step, else ""."""
         asked = self.mesh.sum_over(torch.tensor(float(bool(self.signals))), "world")
         return self._signal_in_words() if asked else ""
 
@@ -181,13 +181,16 @@ class Trainer:
             extra=self._extra(totals))
 
     def _give_up(self, error: str) -> NoReturn:
-        """End the run on all ranks; a series of skipped steps is worth a checkpoint, the counters are in it."""
+        """End the run with an error on all ranks.
+
+        After a series of failed steps a checkpoint is saved first, because it holds the counters of these steps.
+        """
         if self.failures.tolerated:
             self.save()
         raise TrainingError(error)
 
     def _stop_votes(self) -> tuple[float, float]:
-        """Whether this rank was sent a signal, and whether its time is up."""
+        """Return two numbers, 1 or 0: this rank received a signal, and the time of --exit-duration-in-mins is over."""
         limit = 60 * self.run.train.exit_duration_in_mins
         return float(bool(self.signals)), float(0 < limit < time.monotonic() - self.started)
 
@@ -212,13 +215,13 @@ class Trainer:
     # ---------------------------------------------------------------- between steps
 
     def evaluate(self, *names: str) -> None:
-        """Record the mean loss on ``--eval-iters`` global batches of each of these sets, always the same ones.
+        """Record the mean loss of data sets, each on its first ``--eval-iters`` global batches.
 
-        Where validation sets have names, the loss of ``valid`` is the mean of theirs. A set without any valid label
-        has no loss and no part in that mean. Nothing is recorded once a signal asks to stop.
+        With named validation sets, the loss of ``valid`` is the mean of their losses. A set without any valid label has
+        no loss and is left out of this mean. When a signal comes, the evaluation ends and records nothing.
 
         Args:
-            names: of ``valid`` and ``test``.
+            names: "valid", "test" or both.
         """
         losses: dict[str, float] = {}
         with self.garbage.around_evaluation():
@@ -238,7 +241,7 @@ class Trainer:
             self.recorder.evaluation(losses, state.iteration, state.consumed_samples, state.consumed_tokens)
 
     def _mean_losses(self, readers: dict[str, BatchReader]) -> dict[str, MeanLoss]:
-        """Evaluate these sets, as far as no signal comes in between."""
+        """Return the mean loss of each of these sets. A signal ends the loop, and the remaining sets are missing."""
         found: dict[str, MeanLoss] = {}
         for name, reader in readers.items():
             if self.stop_reason:
@@ -252,14 +255,15 @@ class Trainer:
         return found
 
     def _mean_loss(self, name: str, reader: BatchReader) -> MeanLoss:
-        """Evaluate one set; sets ``stop_reason`` and breaks off when a signal comes in between."""
+        """Return the mean loss of one set. When any rank receives a signal, set ``stop_reason`` and end early."""
         train, device = self.run.train, self.mesh.device
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         hidden = None if self.recorder.is_writer else True       # None: shown on a terminal only
         for index in progress_bar(range(train.eval_iters), desc=f"evaluating ({name})", leave=False, disable=hidden):
             batches = reader.read(index * self.batch_size.last, self.batch_size.last, train.micro_batch_size)
             loss_sum, num_valid = self.step.engine.evaluate([batch.to(device) for batch in batches])
-            # The loss is equal on all tp ranks of the last stage; the count on all ranks that share a sequence's part.
+            # The sum over all ranks must count each loss once. All tp ranks of the last stage have the same loss, and
+            # all tp and pp ranks that read the same tokens have the same number of valid tokens.
             tp, pp = self.mesh.size("tp"), self.mesh.size("pp")
             share = torch.tensor([0.0, num_valid / (tp * pp), bool(self.signals)], dtype=torch.float64, device=device)
             share[0] = loss_sum / tp
@@ -271,7 +275,7 @@ class Trainer:
         return MeanLoss(loss_sum / num_valid if num_valid else math.nan, round(num_valid))
 
     def save(self) -> None:
-        """Save a checkpoint, unless there is one of this iteration already or no place for it."""
+        """Save a checkpoint, if the run has ``--save`` and has not saved this iteration yet."""
         directory = self.run.checkpoint.save
         if not directory or self.saved_iteration == self.state.iteration:
             return
@@ -287,14 +291,14 @@ class Trainer:
         self.recorder.progress(f"saved iteration {self.state.iteration}, {self.state.consumed_samples} samples")
 
     def close(self) -> None:
-        """Stop reading ahead and finish the logs; all ranks wait for each other first."""
+        """Wait for all ranks, then stop the readers' threads and close the logs."""
         dist.barrier()
         for reader in self.readers.all():
             reader.close()
         self.recorder.close()
 
     def abandon(self) -> None:
-        """After an error: keep profile and logs. Waits for no other rank, which may be gone, and raises nothing."""
+        """Write profile and logs after an error. Do not wait for other ranks, which may have ended; raise nothing."""
         with contextlib.suppress(Exception):
             self._say_if_any(self.profiler.finish(self.state.iteration))
         with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Block kernels, of which ring attention is made: attention to one block of the keys, forward and backward.
+"""Block kernels for ring attention: attention to one block of the keys, forward and backward.
 
 An attention core sees all keys. A block kernel sees some of them: its forward also returns the log-sum-exp of the
 scores, with which the ring merges the results of several blocks, and its backward takes the merged output and
@@ -127,7 +127,7 @@ def agrees_with_unfused(kernel: BlockKernel, device: torch.device, head_dim: int
 
 @dataclass(frozen=True)
 class ChosenBlockKernel:
-    """A block kernel, and what the user should know about the choice."""
+    """The block kernel of a run, and warnings for the log about the choice."""
 
     kernel: BlockKernel
     warnings: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int)
     """Return the fastest block kernel that takes this type and head width and computes right on the device.
 
     Args:
-        dtype: in which attention computes.
+        dtype: the type in which attention computes.
     """
     kernel: BlockKernel = CPUFlashBlockKernel() if device.type == "cpu" else GPUFlashBlockKernel()
     changed = (f"does not work in torch {torch.__version__}, whose operators are missing or have changed. Install a "

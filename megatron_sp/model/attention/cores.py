@@ -50,15 +50,15 @@ class UnfusedCore:
 
 
 class SDPACore:
-    """torch's ``scaled_dot_product_attention``, kept away from its kernel with an [s, s] tensor.
+    """torch's ``scaled_dot_product_attention`` without its "math" kernel, which forms an [s, s] tensor.
 
-    On a GPU torch takes that kernel without a word where no other fits. Its flash attention takes half precision and,
-    on every GPU that has it, head widths up to 192. Its memory-efficient attention takes fp32 too, but no grouped
-    heads, and only heads of a multiple of 16 bytes. Neither takes fp64. So here, on a GPU,
+    On a GPU torch uses that kernel without a warning when no other accepts the input. Its flash attention accepts half
+    precision and, on every GPU that has it, head widths up to 192. Its memory-efficient attention accepts fp32 too, but
+    no grouped heads, and only heads of a multiple of 16 bytes. Neither accepts fp64. So here, on a GPU,
 
-    - each query head gets a copy of its key/value head where flash attention does not take the type,
-    - attention runs in query blocks (slow, but linear in memory) where no kernel fits, and
-    - the kernel with an [s, s] tensor is switched off.
+    - each query head gets a copy of its key/value head when flash attention does not accept the type,
+    - attention runs in query blocks (slow, but linear in memory) when no kernel accepts the input, and
+    - the "math" kernel is switched off.
 
     Args:
         has_flash: the GPU can run torch's flash attention (Ampere or newer).
@@ -119,7 +119,7 @@ class FlashCore:
 
 @dataclass(frozen=True)
 class ChosenCore:
-    """A core, and what the user should know about the choice."""
+    """The attention core of a run, and warnings for the log about the choice."""
 
     core: AttentionCore
     warnings: tuple[str, ...] = ()
@@ -128,8 +128,8 @@ class ChosenCore:
 def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_head_dim: int = 0) -> ChosenCore:
     """Return the core that ``--attention-core name`` means on this device.
 
-    ``auto`` is another package's flash attention where one is installed and right, else ``sdpa``. torch's own flash
-    attention is among the kernels that ``sdpa`` chooses from.
+    "auto" means flash attention of another package, if one is installed and computes right, else "sdpa". torch's own
+    flash attention is one of the kernels that "sdpa" chooses from.
 
     Args:
         half_head_dim: head width where attention computes in half precision, else 0.

@@ -13,7 +13,7 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens that all layers have seen."""
+        """Return the number of tokens whose keys and values every layer has stored."""
         return min((k.shape[1] for k, _ in self.layers.values()), default=0)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         if by_groups:
             parts = (recompute(self._group_output, group, group_norm, x, rotation, sample_ids)
                      for group in self.groups)
-            # Added in place, so that one sum and one part exist at a time.
+            # Add in place and one by one, so that only the sum and one group's output exist at a time.
             return self.output.finish(functools.reduce(torch.Tensor.add_, parts))
         qkv = [project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value)]
         o = self._attend(self.plan, qkv, rotation, sample_ids, cache)

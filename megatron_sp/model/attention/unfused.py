@@ -1,7 +1,7 @@
-"""Attention written out with probabilities, block of queries by block of queries.
+"""Attention that forms the probabilities explicitly, for one block of queries after another.
 
-Fused kernels never form probabilities and are faster. This form is for what they cannot do: dropping probabilities
-under a mask that can be drawn again, and types for which torch has no fused kernel. Kernels are also compared with it.
+Fused kernels never form the probabilities and are faster. This module is for what they cannot do: dropout with a mask
+that backward can draw again, and types for which torch has no fused kernel. Kernels are also compared with it.
 
 Letters: b batch, s tokens, n query heads, g key/value heads (g divides n, query head i uses key/value head
 ``i * g // n``), d head width, t queries of a block.
@@ -21,7 +21,7 @@ from megatron_sp.parallel.random import Dropout
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Dropout of attention probabilities: its masks depend on the sample, the head and the query, not on the layout.
+    """Dropout of attention probabilities. Its masks depend on sample, head and query, and not on the layout.
 
     Args:
         sample_ids: int64 [b] on the CPU, global sample numbers.
@@ -33,7 +33,7 @@ class AttentionDropout:
     first_head: int
 
     def keep(self, first_query: int, queries: int, keys: int, heads: int, device: torch.device) -> torch.Tensor:
-        """Return which probabilities of a block of queries stay, bool [b, n, queries, keys]; equal in every layout."""
+        """Return which probabilities of a block of queries to keep, bool [b, n, queries, keys]; equal in any layout."""
         return torch.stack([torch.stack([
             self.dropout.keep((queries, keys), device, sample, self.first_head + head, first_query)
             for head in range(heads)]) for sample in self.sample_ids.tolist()])
@@ -75,9 +75,10 @@ def query_blocks(tokens: int) -> list[slice]:
 
 def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
                            dropout: AttentionDropout | None) -> torch.Tensor:
-    """Return attention o [b, s, n, d], keeping q, k and v alone for backward: memory linear in s.
+    """Return attention o [b, s, n, d] with memory linear in s, because only q, k and v are kept for backward.
 
-    Backward computes each block again, with the same dropout mask, because masks are drawn from keys.
+    Backward computes each block again. It draws the same dropout mask, because the mask's generator is seeded by
+    sample, head and query.
     """
     def attend(q_block: torch.Tensor, k_seen: torch.Tensor, v_seen: torch.Tensor, first: int) -> torch.Tensor:
         return block_attention(q_block, k_seen, v_seen, first, causal, dropout)[0]

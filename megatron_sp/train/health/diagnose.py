@@ -1,4 +1,4 @@
-"""Where a number that is not finite came from."""
+"""Find the rank, microbatch and parameter in which a loss or gradient that is not finite appeared first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_sp.train.optimizer import local_part
 
 
 def describe_failure(model: nn.Module, microbatch_losses: Sequence[torch.Tensor]) -> str:
-    """One sentence naming the ranks, their first bad microbatch, and the first bad gradient. All ranks call it.
+    """Return one sentence with the ranks whose loss is not finite, or else whose gradients are not. All ranks call it.
 
     Args:
         microbatch_losses: this rank's losses of the step, scalars.

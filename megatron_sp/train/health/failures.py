@@ -9,19 +9,19 @@ from megatron_sp.config.schema import Run
 from megatron_sp.train.health.loss_scale import LossScaler
 from megatron_sp.train.state import TrainState
 
-#: Steps in a row that are not finite, after which the run ends. They bring a dynamic loss scale from its default start
-#: of 2^24 down to its floor of 1; a model that trains finds its scale long before.
+#: The run ends after this many steps in a row whose loss or gradients are not finite. Each such step halves a dynamic
+#: loss scale, so 30 of them bring it from the default of 2^24 to its minimum of 1. A working model needs fewer.
 MAX_SKIPPED_IN_A_ROW = 30
 
 
 class Failures:
-    """Counts the steps that are left out: no rank changes its weights when loss or gradient norm is not finite.
+    """Counts failed steps, which change no weight because loss or gradient norm is not finite.
 
-    All ranks give it the same numbers, so that all decide alike.
+    All ranks pass the same numbers, so all ranks decide alike.
 
     Attributes:
-        tolerated: whether the run goes on after such a step.
-        last: the last such step whose origin was looked up, in words.
+        tolerated: whether the run goes on after a failed step.
+        last: a description of the last failed step, except for ordinary overflows of the loss scale.
     """
 
     def __init__(self, run: Run, scaler: LossScaler, state: TrainState):
@@ -31,16 +31,14 @@ class Failures:
         self._start = (state.iteration, state.scheduler_samples, scaler.scale)
         self._num_unlabelled = 0
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            state.skipped_in_a_row = 0      # the checkpoint of a run that gave up: a resume tries as often again
+            state.skipped_in_a_row = 0      # the run that saved this checkpoint gave up; the resumed one tries again
 
     def count_failed_step(self, loss: float, grad_norm: float, describe: Callable[[], str]) -> str:
         """Count the current step, whose loss or gradient norm is not finite.
 
         Args:
-            loss: of the step.
-            grad_norm: of the step.
-            describe: says where the number came from. It communicates between all ranks, so it is not called for an
-                ordinary overflow of the loss scale.
+            describe: returns where the number came from. It communicates between all ranks, so it is not called for
+                an ordinary overflow of the loss scale.
 
         Returns:
             a line for the log, or "".
@@ -51,12 +49,12 @@ class Failures:
             self.state.nan_iterations += 1
         ends_series = self.state.skipped_in_a_row + 1 >= MAX_SKIPPED_IN_A_ROW
         if self.scaler.dynamic and math.isfinite(loss) and not ends_series:
-            return ""       # an ordinary overflow: the scale was too high for the gradients, the loss is not scaled
+            return ""       # an ordinary overflow: the loss is finite, only the scaled gradients exceed fp16
         self.last = f"iteration {self.state.iteration + 1}: loss {loss:g}, gradient norm {grad_norm:g}. {describe()}"
         return f"WARNING: {self.last}; the step is left out" if self.tolerated else ""
 
     def count_unlabelled_step(self, first_sample: int, samples: int) -> str:
-        """Count the current step, whose batch has no valid label; returns a warning the first time, else ""."""
+        """Count the current step, whose batch has no valid label; return a warning the first time, else ""."""
         self.state.unlabelled_iterations += 1
         self._num_unlabelled += 1
         if self._num_unlabelled > 1:
@@ -66,7 +64,7 @@ class Failures:
                 "loss and the weights stay as they are; the log counts such iterations")
 
     def reason_to_end(self) -> str:
-        """After a step that failed: why the run must end, with advice, or ""."""
+        """Return why the run must end after the failed step just counted, with advice; "" when it may go on."""
         if not self.tolerated:
             return (f"{self.last}. Weights are as they were before this step. Try a {self._static_scale()}lower --lr, "
                     "a longer warm-up or --clip-grad; --no-check-for-nan-in-loss-and-grad skips such steps instead")
@@ -79,7 +77,7 @@ class Failures:
                 "or go back to an earlier checkpoint with --ckpt-step")
 
     def warning_at_end(self) -> str:
-        """At the end of a run: a warning when no step of it changed the weights, or ""."""
+        """Return a warning for the end of the run when none of its steps changed the weights, else ""."""
         iteration, samples, scale = self._start
         steps = self.state.iteration - iteration
         if not steps or self.state.scheduler_samples > samples:

@@ -1,4 +1,4 @@
-"""The factor that keeps fp16 gradients inside the range of the format. Pure."""
+"""The loss scale, a factor that keeps fp16 gradients inside the range of the format. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from megatron_sp.config.schema import Precision
 
 
 class LossScaler:
-    """A constant factor, or a dynamic one that shrinks on overflow and grows after quiet steps.
+    """A constant or dynamic loss scale.
 
-    Dynamic: ``hysteresis`` overflows are tolerated before the scale is halved (never below
-    ``minimum``); ``window`` steps without overflow double it and restore the tolerance.
+    A dynamic scale is halved when gradients overflow, but not below ``minimum`` and not at the first ``hysteresis`` - 1
+    overflows. After ``window`` steps in a row without overflow it is doubled, and the next ``hysteresis`` - 1 overflows
+    are tolerated again.
     """
 
     def __init__(self, precision: Precision):
@@ -26,7 +27,11 @@ class LossScaler:
         self.quiet_steps = 0
 
     def update(self, overflow: bool) -> None:
-        """Account for one step."""
+        """Adapt a dynamic scale after a step.
+
+        Args:
+            overflow: whether the step's gradients were not finite.
+        """
         if not self.dynamic:
             return
         if overflow:
@@ -46,14 +51,16 @@ class LossScaler:
                 "quiet_steps": self.quiet_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Continue a dynamic scale with a dynamic one; others are as the command line says.
+        """Continue the checkpoint's dynamic scale, if this run's scale is dynamic, too.
+
+        In all other cases the scale stays as the command line says.
 
         Returns:
-            a sentence for the log where a dynamic scale has nothing to continue, or ""
+            a sentence for the log when this run's scale is dynamic and the checkpoint's was not, else ""
         """
         if not self.dynamic:
             return ""
-        if not state.get("dynamic", True):      # older checkpoints do not say
+        if not state.get("dynamic", True):      # older checkpoints lack the entry
             return (f"the checkpoint's run had no dynamic loss scale; it starts from --initial-loss-scale "
                     f"{self.scale:g}")
         self.scale = float(state["scale"])

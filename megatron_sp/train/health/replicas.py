@@ -1,9 +1,9 @@
-"""Whether the copies of a weight are equal, bit by bit (``--check-replicas``).
+"""Check that the copies of a weight are equal, bit by bit (``--check-replicas``).
 
-A weight has copies over data- and sequence-parallel ranks (ZeRO stage 0, hybrid sharding), over ``tp``
-(norms, biases, key/value heads that tp does not divide), and at both ends of a pipeline when the
-embeddings are tied; the optimizer's moments have the same. Each copy's bits are hashed to one number; a
-reduction per kind of copy compares them.
+Several ranks hold copies of the same weight: data- and sequence-parallel ranks (ZeRO stage 0, hybrid sharding), ranks
+along ``tp`` (norms, biases, key/value heads that tp does not divide), and the first and last pipeline stage with tied
+embeddings. The optimizer's moments have the same copies. Each rank hashes the bits of each copy to one number, and one
+reduction for each group of ranks compares the numbers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ from megatron_sp.parallel.pipeline import Stages
 from megatron_sp.train.optimizer import local_part
 
 EMBEDDING = "embedding.word.weight"
-#: Elements that are hashed at once.
+#: Number of elements that are hashed at a time.
 PIECE = 1 << 20
-_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number: neighbouring places get unlike factors
+#: 2^64 / golden ratio as a signed number. Multiplied with it, neighbouring positions give very different numbers.
+_GOLDEN = -7046029254386353131
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Copies(NamedTuple):
-    """Tensors of which every rank of a group has a copy: what they are copied over, and hashes by name."""
+    """Hashes of the tensors of which every rank of one group has a copy.
+
+    Attributes:
+        axis: the kind of copies, in the words of the error message.
+        group: the ranks that hold a copy.
+        hashes: this rank's hash of each tensor, by name.
+    """
 
     axis: str
     group: dist.ProcessGroup
@@ -38,19 +45,19 @@ class Copies(NamedTuple):
 
 
 def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """A scalar int64 of all bits of a tensor; a single element that differs always changes it."""
+    """Return a hash of all bits of a tensor, an int64 scalar. When exactly one element changes, so does the hash."""
     bits = tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), PIECE):
         piece = bits[start:start + PIECE].long()
         place = torch.arange(start, start + piece.numel(), device=piece.device) * _GOLDEN
-        total += (piece * ((place ^ (place >> 29)) | 1)).sum()  # odd factors, modulo 2^64
+        total += (piece * ((place ^ (place >> 29)) | 1)).sum()  # odd factors can be inverted modulo 2^64
     return total
 
 
 def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int,
                    optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Compare all copies, of the optimizer's moments too; all ranks call it, and all find the same.
+    """Compare all copies of weights and optimizer moments. All ranks call it and get the same result.
 
     Raises:
         TrainingError: naming the first weights that differ and the ranks that hold them.
@@ -79,7 +86,7 @@ def check_replicas(model: nn.Module, mesh: ParallelMesh, iteration: int,
 
 
 def _with_moments(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights, each followed by what the optimizer keeps of its shape, which is split and copied alike."""
+    """Yield each weight, then its optimizer states of the same shape, which are sharded and copied like the weight."""
     for name, p in model.named_parameters():
         yield name, p
         for key, value in (optimizer.state.get(p, {}) if optimizer is not None else {}).items():
@@ -88,7 +95,10 @@ def _with_moments(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def _copies(model: nn.Module, mesh: ParallelMesh, optimizer: torch.optim.Optimizer | None) -> Iterator[Copies]:
-    """The tensors of this rank by what they are copied over; the same sequence on all ranks of a group."""
+    """Yield this rank's tensors that have copies, grouped by the ranks that hold the copies.
+
+    All ranks of a group yield in the same order, because the comparison of each item is a collective.
+    """
     hashes: dict[str, torch.Tensor] = {}
     over: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
     for name, p in _with_moments(model, optimizer):
@@ -103,10 +113,11 @@ def _copies(model: nn.Module, mesh: ParallelMesh, optimizer: torch.optim.Optimiz
                 if name not in hashes:
                     hashes[name] = bit_hash(local_part(p))
                 over.setdefault(axis, (p.device_mesh.get_group(dim), []))[1].append(name)
-    said = {"tp": "copies over tensor-parallel ranks", "replicate": "copies over data- and sequence-parallel ranks"}
+    descriptions = {"tp": "copies over tensor-parallel ranks",
+                    "replicate": "copies over data- and sequence-parallel ranks"}
     for axis in sorted(over):
         group, of_axis = over[axis]
-        yield Copies(said.get(axis, axis), group, {name: hashes[name] for name in of_axis})
+        yield Copies(descriptions.get(axis, axis), group, {name: hashes[name] for name in of_axis})
     tied = model.tied if isinstance(model, Stages) else None
     if tied is not None and tied.group is not None:
         copy = tied.first if tied.first is not None else tied.last
@@ -116,7 +127,7 @@ def _copies(model: nn.Module, mesh: ParallelMesh, optimizer: torch.optim.Optimiz
 
 
 def _tied_copies_here_differ(model: nn.Module) -> bool:
-    """Whether this rank holds both ends of the pipeline and their tied weights are not equal."""
+    """Return whether this rank holds first and last stage of the pipeline, and their tied weights are not equal."""
     tied = model.tied if isinstance(model, Stages) else None
     if tied is None or tied.first is None or tied.last is None:
         return False
@@ -124,20 +135,21 @@ def _tied_copies_here_differ(model: nn.Module) -> bool:
 
 
 def _different(copies: Copies, device: torch.device) -> list[str]:
-    """Names of the copies that are not equal within the group.
+    """Return the names of the copies that are not equal within the group.
 
     Args:
-        device: what the group's collectives work on; offloaded tensors and their hashes are in host memory.
+        device: device of the group's collectives. Hashes of offloaded tensors are moved to it from host memory.
     """
-    own = torch.stack([each.to(device) for each in copies.hashes.values()])
-    extremes = torch.stack([own, ~own])  # the largest is the complement of the complements' smallest
+    own = torch.stack([tensor_hash.to(device) for tensor_hash in copies.hashes.values()])
+    # One MIN gives both extremes, because max(x) = ~min(~x). All hashes are equal when min and max are.
+    extremes = torch.stack([own, ~own])
     dist.all_reduce(extremes, dist.ReduceOp.MIN, group=copies.group)
     equal = extremes[0] == ~extremes[1]
     return [name for name, same in zip(copies.hashes, equal.tolist()) if not same]
 
 
 def _in_words(hashes: dict[int, int]) -> str:
-    """Which ranks differ from which: "rank 3 differs from ranks 0, 1, 2"."""
+    """Return which ranks differ from the majority, such as "rank 3 differs from ranks 0, 1, 2"."""
     by_value: dict[int, list[int]] = defaultdict(list)
     for rank, value in sorted(hashes.items()):
         by_value[value].append(rank)

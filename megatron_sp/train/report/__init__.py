@@ -1,1 +1,1 @@
-"""What a run tells: log lines, metrics files, trackers, timers, profiles and device figures."""
+"""What a run reports: log lines, metrics files, trackers, timers, profiles, peak memory and peak FLOP/s."""

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per line, written at once, continued on resume. Imports no torch."""
+"""Write metrics.jsonl: one JSON object per line. A resumed run continues the file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MetricsFile:
     """Append rows to ``directory/metrics.jsonl``. Open it with ``start_new``, ``resume`` or ``append_to``.
 
     Attributes:
-        notes: what was done to an older file, for the log.
+        notes: sentences for the log about a file that existed before.
     """
 
     def __init__(self, directory: str | Path):
@@ -31,7 +31,7 @@ class MetricsFile:
 
     @classmethod
     def start_new(cls, directory: str | Path) -> MetricsFile:
-        """Start a new file; an older one is kept as ``metrics.1.jsonl``, ``metrics.2.jsonl`` ...
+        """Start a new file. An existing one gets the first free name of ``metrics.1.jsonl``, ``metrics.2.jsonl`` ...
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -47,8 +47,8 @@ class MetricsFile:
     def resume(cls, directory: str | Path, iteration: int) -> MetricsFile:
         """Continue the file of the run that is resumed at ``iteration``.
 
-        Later rows, and a last line that was cut short, belong to steps that are made again; they are removed. When
-        other lines cannot be read, the whole file is kept under another name first.
+        Rows after this iteration and an incomplete last line are removed, because the resumed run repeats their steps.
+        When other lines cannot be read, a copy of the whole file is kept under another name.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -69,7 +69,7 @@ class MetricsFile:
 
     @classmethod
     def append_to(cls, directory: str | Path) -> MetricsFile:
-        """Append to whatever is there and remove nothing: for a run that only evaluates.
+        """Append to the file and remove nothing; for a run that only evaluates.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -84,7 +84,7 @@ class MetricsFile:
             with self.path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
                 self._row_is_cut = file.read(1) != b"\n"
-        # Unbuffered: a row is in the file when ``write`` returns, and nothing is left to fail when it is closed.
+        # Unbuffered, so that a row is in the file when ``write`` returns, and closing cannot fail on a full disk.
         self._file = self.path.open("ab", buffering=0)
         return self
 
@@ -118,7 +118,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows, and how many lines are neither rows nor a last line that was cut short."""
+    """Return the rows, and the number of lines that cannot be read, without an incomplete last line."""
     rows, unreadable = [], 0
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -145,7 +145,7 @@ def _naming_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a file to a name that is free; returns the name."""
+    """Rename a file to the first free name ``metrics.N.jsonl``, and return the name."""
     number = 1
     while (name := path.with_suffix(f".{number}.jsonl")).exists():
         number += 1

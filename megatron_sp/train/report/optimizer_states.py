@@ -1,7 +1,7 @@
-"""Sizes of the weights and of Adam's moments over the whole model (``--log-optimizer-states-to-tensorboard``).
+"""Norms of the weights and of Adam's moments over the whole model (``--log-optimizer-states-to-tensorboard``).
 
-Early signs of instability show in the second moments first (Li et al., arXiv 2108.06084), for which
-Megatron-DeepSpeed logs these numbers; they have its names here.
+Instability of a training shows early in the second moments (Li et al., arXiv 2108.06084). The numbers have the names
+that Megatron-DeepSpeed gives them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ KINDS = {"variance": "exp_avg_sq", "momentum": "exp_avg", "weight": ""}
 
 
 def optimizer_statistics(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: ParallelMesh) -> dict[str, float]:
-    """L1 and L2 norm and largest absolute value of each kind, and of the variance's square root; all ranks call it.
+    """Return L1 norm, L2 norm and largest absolute value of weights and moments, and of the variance's square root.
+
+    All ranks call it.
 
     Returns:
-        by name, such as ``optimizer/variance_sqrt_l2``; without what this optimizer does not have
+        values by name, such as ``optimizer/variance_sqrt_l2``; for other optimizers than Adam only the weights'
     """
     sums, largest = {}, {}
     for kind, key in KINDS.items():

@@ -9,7 +9,7 @@ import torch
 
 from megatron_sp.config.schema import Run
 
-#: Allocations that a memory snapshot remembers.
+#: Number of allocations that a memory snapshot records.
 SNAPSHOT_ENTRIES = 200_000
 
 
@@ -42,11 +42,19 @@ class StepProfiler:
         self._profiler.start()
 
     def after_step(self, iteration: int) -> str:
-        """Stop after the last step to profile; a sentence for the log, or ""."""
+        """Stop and write the profile when ``iteration`` is the last step to profile.
+
+        Returns:
+            a sentence for the log, or ""
+        """
         return self._write(iteration) if iteration >= self.last else ""
 
     def finish(self, iteration: int) -> str:
-        """At the end of the run: write what was recorded; a sentence for the log, or ""."""
+        """Write what was recorded when the run ends before the last step to profile.
+
+        Returns:
+            a sentence for the log, or ""
+        """
         if self.is_wanted and not self._started_at:
             return f"--profile recorded nothing: none of the steps {self.first} to {self.last} was made"
         return self._write(iteration)

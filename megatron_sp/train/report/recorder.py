@@ -1,6 +1,6 @@
-"""What a run tells about itself: log lines, metrics.jsonl, TensorBoard, Weights & Biases.
+"""Write the reports of a run: log lines, metrics.jsonl, TensorBoard, Weights & Biases.
 
-Only rank 0 writes. Values arrive as plain numbers, agreed by all ranks, once per step.
+Only rank 0 writes. The trainer passes plain numbers, which are equal on all ranks, once per step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Recorder:
     Args:
         run: the resolved configuration.
         device: the rank's device, whose peak memory is reported.
-        timers: what the trainer and its engine measure; their times are reported with the steps.
-        state: where the run starts; iteration 0 is a fresh run.
+        timers: the timers with which trainer and engine measure; their times are reported with the steps.
+        state: the counters at the start; iteration 0 means a new run.
         is_writer: whether this rank writes (rank 0).
 
     Raises:
@@ -70,7 +70,7 @@ class Recorder:
                 print(time.strftime("[%Y-%m-%d %H:%M:%S]") + " " + text, flush=True)
 
     def step(self, step: StepReport, last_iteration: int, *, is_last: bool = False) -> None:
-        """Account for a step. Log it if it is the training's first or the run's last, or if the interval is over."""
+        """Add a step to the interval. Log the interval when it is over, and after the first and the last step."""
         self.interval.add(step)
         self._last_step = step
         parts = self.timers.end_step()
@@ -95,29 +95,34 @@ class Recorder:
         self._write(self._row(step, peak) | means | self._report_times(times))
 
     def flush(self, iteration: int, consumed_samples: int, last_iteration: int) -> None:
-        """At the end of the run: log a last step that is not logged yet, and the times since the last log line.
+        """Log at the end of the run what is not logged yet: steps, and the times since the last log line.
 
-        The times hold that of the last save. A step turns out to be the last only afterwards when a signal comes
-        during an evaluation. All ranks call it.
+        Steps can be left because a signal that comes during an evaluation ends the run after a step that was not known
+        to be the last. The times include the last save. All ranks call it.
         """
         if self.interval.steps and self._last_step is not None:
             self._log(self._last_step, last_iteration, self._peak_memory())
         times = gather_times(self.timers.take(max(self.interval.steps, 1))) if self.timers.level else {}
         if times and self.is_writer:
-            told = self._report_times(times, "times_at_end_ms")      # the last step's row has times of its own
-            self._write({"iteration": iteration, "consumed_samples": consumed_samples} | told)
+            # Another key than the last step's row uses, because both rows have the same iteration.
+            row_times = self._report_times(times, "times_at_end_ms")
+            self._write({"iteration": iteration, "consumed_samples": consumed_samples} | row_times)
         if self.run.logging.log_timers_to_tensorboard:
             self._to_tensorboard(_timer_points(self.timers.latest_occasions()), iteration, consumed_samples)
 
     def _report_times(self, times: dict[str, list[float]], key: str = "times_ms") -> dict[str, Any]:
-        """Print the times, if there are any; what the row says of them, under this key."""
+        """Print the times, if there are any, and return the slowest rank's as an entry for a row of metrics.jsonl.
+
+        Args:
+            key: name of the entry.
+        """
         if not times:
             return {}
         self.say(times_in_words(times, self.run.logging.timing_log_option))
         return {key: {name: max(values) for name, values in times.items()}}
 
     def _write(self, row: dict[str, Any]) -> None:
-        """One row, to the file and to Weights & Biases."""
+        """Write one row to metrics.jsonl and to Weights & Biases."""
         if self.metrics is not None:
             with self._surviving_errors(str(self.metrics.path)):
                 self.metrics.write(row)
@@ -127,7 +132,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _surviving_errors(self, name: str) -> Iterator[None]:
-        """Warn, once for each file, when the block cannot write it; training is worth more than its log."""
+        """Turn an error of writing within the block into a warning, once for each file, so that training goes on."""
         try:
             yield
         except OSError as error:
@@ -137,7 +142,7 @@ class Recorder:
                          "should be written there is lost; free space or give write permission")
 
     def _row(self, step: StepReport, peak: int) -> dict[str, Any]:
-        """A step in full precision."""
+        """Return the row of metrics.jsonl for a step, with numbers in full precision."""
         return {
             "iteration": step.iteration, "consumed_samples": step.consumed_samples,
             "consumed_tokens": step.consumed_tokens, "lm_loss": step.lm_loss, "grad_norm": step.grad_norm,
@@ -201,10 +206,10 @@ class Recorder:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t{world} rank{'s' * (world > 1)}\t{text}\n")
 
     def speed(self, samples: int, seconds: float) -> dict[str, float]:
-        """Tokens/s of the whole run, model TFLOP/s of each device, and shares of the device's peak where it is known.
+        """Return tokens/s of the whole run, TFLOP/s of each device and, where the device's peak is known, MFU and HFU.
 
-        ``tflops_per_device`` and ``mfu``: forward and backward, causal half, no recomputation counted;
-        ``hfu``: with recomputation.
+        ``tflops_per_device`` and ``mfu`` count forward and backward, the causal half of attention, and no
+        recomputation. ``hfu`` counts recomputation, too.
         """
         per_device = samples / seconds / self.run.parallel.world_size / 1e12
         speed = {"tokens_per_s": samples * self.run.data.seq_length / seconds,
@@ -214,7 +219,10 @@ class Recorder:
         return speed
 
     def _peak_memory_when_wanted(self, step: StepReport, is_logged: bool) -> int:
-        """The largest rank's peak where this step is to tell it, else 0; a collective then, which all ranks make."""
+        """Return the largest peak memory of all ranks when this step is logged or plotted, else 0.
+
+        The maximum is a collective. So all ranks decide from the same flags and counters whether to compute it.
+        """
         flags = self.run.logging
         is_drawn = (bool(flags.tensorboard_dir) and flags.log_memory_to_tensorboard
                     and step.iteration % flags.tensorboard_log_interval == 0)
@@ -238,9 +246,10 @@ class Recorder:
 
 
 def _open_metrics(run: Run, state: TrainState) -> MetricsFile | None:
-    """metrics.jsonl in ``--save``; None without ``--save``.
+    """Open metrics.jsonl in ``--save``; return None without ``--save``.
 
-    Only a run that goes on in the directory it loads from continues the file. Elsewhere the file is another run's.
+    A run continues the file only when it saves into the directory it loads from. In any other directory the file
+    belongs to another run.
     """
     save, load = run.checkpoint.save, run.checkpoint.load
     if not save:
@@ -257,5 +266,5 @@ def _timer_points(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def perplexity_of(loss: float) -> float:
-    """exp(loss), at most exp(20): an untrained model's would overflow a plot."""
+    """Return exp(loss), but at most exp(20), because the perplexity of a diverged model would overflow."""
     return math.exp(min(loss, 20.0))

@@ -1,4 +1,4 @@
-"""What is reported of one training step, and Megatron's log line of the steps since the last one."""
+"""The values that describe one training step, their sums over an interval, and Megatron's log line."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Interval:
 
     @property
     def mean_loss(self) -> float:
-        """Mean of the finite losses; NaN when there is none."""
+        """Return the mean of the finite losses; NaN when there is none."""
         return self.loss / self.num_losses if self.num_losses else math.nan
 
     @property
@@ -112,7 +112,7 @@ def log_line(step: StepReport, interval: Interval, last_iteration: int, *,
     parts += [f"learning rate: {step.learning_rate:.6E}", f"global batch size: {step.global_batch_size:5d}",
               f"lm loss: {interval.mean_loss:.6E}", f"loss scale: {step.loss_scale:.1f}",
               f"grad norm: {step.grad_norm:.3f}"]
-    # The many statistics of the optimizer ("optimizer/...") would make the line unreadable; the metrics have them.
+    # "optimizer/..." statistics are left out, because they would make the line unreadable. metrics.jsonl has them.
     parts += [f"{name.replace('_', ' ')}: {value:.3f}" for name, value in step.extra.items() if "/" not in name]
     parts += [f"number of skipped iterations: {interval.skipped:3d}", f"number of nan iterations: {interval.nans:3d}"]
     if interval.unlabelled:

@@ -1,4 +1,4 @@
-"""Time of the named parts of a step, and how it is told."""
+"""Measure the time of named parts of a training step, and format the times for the log."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import torch.distributed as dist
 
 
 class Timers:
-    """Time of the named parts of steps, and of what happens now and then between them (``--timing-log-level``).
+    """Measures named parts of steps, and occasions between steps such as saves (``--timing-log-level``).
 
-    At level 0 nothing is measured. Above, the device is waited for at both ends of each part, so that
-    a part's time is its own. In a profiler's trace the parts have these names at every level.
+    At level 0 nothing is measured. Above, the device is synchronized before and after each part, so that its time
+    includes its own kernels and no others. In a profiler's trace the parts have these names at every level.
     """
 
     def __init__(self, level: int = 0, device: torch.device | None = None):
         self.level, self.device = level, device or torch.device("cpu")
-        self._step: dict[str, float] = {}                # seconds, of the step under way
-        self._steps: dict[str, float] = {}               # of the steps since the last ``take``
-        self._occasions: dict[str, list[float]] = {}     # each one's, since the last ``take``
-        self._latest: dict[str, float] = {}              # the last one's, since the last ``latest_occasions``
+        self._step: dict[str, float] = {}                # seconds of each part of the current step
+        self._steps: dict[str, float] = {}               # seconds of each part, summed since the last ``take``
+        self._occasions: dict[str, list[float]] = {}     # seconds of every occasion since the last ``take``
+        self._latest: dict[str, float] = {}              # seconds of the last occasion of each name
 
     @contextmanager
     def __call__(self, name: str, level: int = 1, *, occasional: bool = False) -> Iterator[None]:
         """Measure the block when ``--timing-log-level`` is at least ``level``.
 
         Args:
-            occasional: not a part of every step (a save, say): counts by itself.
+            occasional: whether the block is not a part of every step, such as a save. Its times are averaged over
+                occasions, and not over steps.
         """
         with torch.profiler.record_function(name):
             if self.level < level:
@@ -51,27 +52,34 @@ class Timers:
             torch.cuda.synchronize(self.device)
 
     def end_step(self) -> dict[str, float]:
-        """Seconds of each part of the step that ends here."""
+        """Return the seconds of each part of the step that ends now, and start the next step."""
         step, self._step = self._step, {}
         for name, seconds in step.items():
             self._steps[name] = self._steps.get(name, 0.0) + seconds
         return step
 
     def latest_occasions(self) -> dict[str, float]:
-        """Seconds of what happened between steps since the last call, the last one's of each name."""
+        """Return the seconds of the last occasion of each name, among those since the last call."""
         latest, self._latest = self._latest, {}
         return latest
 
     def take(self, steps: int) -> dict[str, float]:
-        """Milliseconds of each part per step, and of what happened between steps per occasion; and start again."""
+        """Return the mean milliseconds of each part per step and of each kind of occasion, and reset the sums.
+
+        Args:
+            steps: number of steps since the last call.
+        """
         times = {name: 1000 * seconds / steps for name, seconds in self._steps.items()}
-        times |= {name: 1000 * sum(each) / len(each) for name, each in self._occasions.items()}
+        times |= {name: 1000 * sum(seconds) / len(seconds) for name, seconds in self._occasions.items()}
         self._steps, self._occasions = {}, {}
         return times
 
 
 def gather_times(own: dict[str, float]) -> dict[str, list[float]]:
-    """Every rank's milliseconds by part, in rank order; all ranks call it. Parts that a rank lacks count 0."""
+    """Return for each part the milliseconds of all ranks, in rank order; 0 for a rank without the part.
+
+    All ranks call it.
+    """
     gathered = [own]
     if dist.is_initialized() and dist.get_world_size() > 1:
         gathered = [{}] * dist.get_world_size()
@@ -81,10 +89,10 @@ def gather_times(own: dict[str, float]) -> dict[str, list[float]]:
 
 
 def times_in_words(times: dict[str, list[float]], option: str) -> str:
-    """One line of the parts' milliseconds.
+    """Return one line with the milliseconds of all parts.
 
     Args:
-        option: ``max`` the slowest rank's, ``minmax`` fastest and slowest rank's, ``all`` each rank's.
+        option: "max" shows the slowest rank, "minmax" the fastest and the slowest rank, "all" every rank.
     """
     def show(values: list[float]) -> str:
         if option == "all":

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: opened when asked for. Imports neither them nor torch before that."""
+"""Open TensorBoard and Weights & Biases when flags ask for them; they and torch are imported only then."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_sp.train.state import TrainState
 class TensorBoard:
     """Write each value twice: by iteration, and by consumed samples as ``NAME vs samples``.
 
-    A resumed run hides the points of the steps that it makes again: TensorBoard then shows nothing from a given step on
-    in all curves of one directory. Iterations and samples are different counts, so the curves by samples have a
-    directory of their own, ``DIR/samples``.
+    A resumed run hides older points of the steps that it repeats. TensorBoard can hide points of a directory only from
+    one step number on, for all its curves. Iterations and samples are different numbers, so the curves by samples have
+    a directory of their own, ``DIR/samples``.
     """
 
     def __init__(self, directory: str, queue_size: int, resumed_at: tuple[int, int] | None):
@@ -54,7 +54,7 @@ class TensorBoard:
 
 
 def open_tensorboard(run: Run, state: TrainState) -> TensorBoard | None:
-    """TensorBoard if ``--tensorboard-dir`` asks for it. A run that only evaluates hides no earlier point."""
+    """Open TensorBoard, if ``--tensorboard-dir`` is given. A run that only evaluates hides no earlier points."""
     flags = run.logging
     if not flags.tensorboard_dir:
         return None
@@ -64,7 +64,11 @@ def open_tensorboard(run: Run, state: TrainState) -> TensorBoard | None:
 
 
 def open_wandb(run: Run) -> Any:
-    """A Weights & Biases run if ``--wandb-project`` asks for one. Raises ConfigError when its directory cannot be."""
+    """Start a Weights & Biases run, if ``--wandb-project`` is given.
+
+    Raises:
+        ConfigError: its directory cannot be created.
+    """
     flags = run.logging
     if not flags.wandb_project:
         return None
