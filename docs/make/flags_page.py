@@ -102,7 +102,7 @@ def answers() -> dict[str, tuple[str, str]]:
 
 def _option_row(option: Option) -> tuple[str, ...]:
     names = (option.off,) if option.off else option.names
-    help_text = f"Switch off: {option.help[0].lower()}{option.help[1:]}" if option.off else option.help
+    help_text = f"Switch off: {option.help}" if option.off else option.help
     default = default_in_words(option)
     return (", ".join(f"`{name}`" for name in names), _value(option), f"`{default}`" if default else "", help_text)
 
