@@ -127,12 +127,15 @@ def _refuse_contradiction(own: _Claim | None, other: _Claim | None, variables: M
 
 
 def _is_certain(claim: _Claim, variables: Mapping[str, str]) -> bool:
-    """Whether the launcher started this very process: a batch script of Slurm has a rank of 0 too, and is alone."""
+    """Return whether the launcher started this process itself.
+
+    Slurm also sets a rank of 0 for the batch script around its tasks, although only one process runs it.
+    """
     return claim.launcher.program != "srun" or bool(_first(STEP, variables))
 
 
 def _first(names: tuple[str, ...], variables: Mapping[str, str]) -> str:
-    """The first of these variables that is set and not empty, or ""."""
+    """Return the first of these names whose variable is set and not empty, or ""."""
     return next((name for name in names if variables.get(name)), "")
 
 
@@ -145,12 +148,12 @@ def _number(name: str, text: str) -> int:
 
 
 def _read(launcher: Launcher, variables: Mapping[str, str]) -> _Claim | None:
-    """What this launcher says; None where it did not start the process."""
+    """Return what this launcher's variables say; None where it did not start the process."""
     rank_name, size_name = _first(launcher.rank, variables), _first(launcher.size, variables)
     if not rank_name and (not size_name or launcher is not TORCHRUN):
         return None     # SLURM_NTASKS alone is the shell of an allocation, in which people start single processes
     if not size_name and launcher.program == "srun":
-        return None     # a batch script without --ntasks
+        return None     # this is the batch script of a job that was submitted without --ntasks
     if not rank_name or not size_name:
         found, missing = (rank_name, launcher.size[0]) if rank_name else (size_name, launcher.rank[0])
         raise ConfigError(f"{found} is set but {missing} is not, so this process does not know its place among others. "
@@ -166,7 +169,11 @@ def _read(launcher: Launcher, variables: Mapping[str, str]) -> _Claim | None:
 
 
 def _most_trusted(claims: list[_Claim]) -> _Claim | None:
-    """The first launcher that started several processes. PMI's variables may be srun's own; then srun knows more."""
+    """Return the claim of the first launcher that started several processes; without one, the first claim.
+
+    When a later launcher gives the same rank and size, and also the local rank, its claim is returned instead. This
+    happens under srun, which sets the variables of PMI too, without the local rank.
+    """
     several = [claim for claim in claims if claim.size > 1] or claims
     if not several:
         return None
@@ -176,9 +183,10 @@ def _most_trusted(claims: list[_Claim]) -> _Claim | None:
 
 
 def _meeting_place(claim: _Claim, same: _Claim, variables: Mapping[str, str]) -> tuple[str, int]:
-    """Address and port of the store through which the ranks meet.
+    """Return address and port of the store through which the ranks meet.
 
-    On one node the address is known, and a port follows from what identifies the job, the same on all ranks.
+    Where all ranks are on one node, the address is 127.0.0.1. The port is computed from the job's id, so that all ranks
+    get the same one.
     """
     address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
     if port and not 0 < _number("MASTER_PORT", port) < 2**16:
@@ -199,7 +207,7 @@ def _meeting_place(claim: _Claim, same: _Claim, variables: Mapping[str, str]) ->
 
 
 def _job(claim: _Claim, variables: Mapping[str, str]) -> str:
-    """What tells this start from others, or ""."""
+    """Return an id that all processes of this start share and other starts do not have, or ""."""
     name = _first(claim.launcher.job, variables)
     if not name or claim.launcher.program != "srun":
         return variables[name] if name else ""

@@ -73,13 +73,13 @@ def keep_tokenizers_single_threaded() -> None:
 
 
 def start(parallel: Parallel, environment: Environment, stop_asked: object = None) -> torch.device:
-    """Join the process group and take a device.
+    """Join the process group, choose this rank's device and return it.
 
-    One process gets a group of its own, so that it runs the same code as many. A group that exists
-    already is used as it is.
+    A single process gets a group of its own, so that it runs the same code as many ranks. If the process is in a group
+    already, that group is used.
 
     Args:
-        stop_asked: true once a signal asked the run to stop (``train.signals.StopSignals``).
+        stop_asked: an object that is true once a signal has asked the run to stop (``train.signals.StopSignals``).
 
     Returns:
         This rank's device: its GPU with the nccl backend, else the CPU.
@@ -129,7 +129,7 @@ def choose_gpu(local_rank: int, visible: int) -> int:
         ConfigError: several GPUs are visible, and fewer than ranks of this node.
     """
     if visible == 1:
-        return 0    # a GPU that two ranks were given is refused once they have met
+        return 0    # ``start`` refuses a GPU that two ranks were given, once the ranks can compare
     if local_rank >= visible:
         raise ConfigError(f"local rank {local_rank} has no GPU: {visible} are visible. Start at most one process per "
                           "GPU, or pass --distributed-backend gloo.")
@@ -170,7 +170,7 @@ def _sigterm_ends_process(stop_asked: object) -> Iterator[None]:
     """
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if stop_asked:
-        signal.raise_signal(signal.SIGTERM)     # it came before
+        signal.raise_signal(signal.SIGTERM)     # SIGTERM came before this function changed the handler
     try:
         yield
     finally:
@@ -249,7 +249,7 @@ def _end_with_torchrun() -> None:
 
 
 def _known_environment() -> Environment:
-    """What the launcher says; a world size of 0 where that cannot be read."""
+    """Return what the launcher says about this process, with a world size of 0 where that cannot be read."""
     try:
         return launch_environment()
     except ConfigError:
@@ -257,8 +257,11 @@ def _known_environment() -> Environment:
 
 
 def _lost_peer(error: BaseException | None) -> str:
-    """What an error, or one that it was raised from (pipelines wrap theirs), says about a rank that is gone; or ""."""
-    seen: list[BaseException] = []      # a chain can be a circle
+    """Return the words in an error, or in an error that led to it, that say that another rank is gone; else "".
+
+    Pipelines raise errors of their own in place of torch's, so the causes are searched too.
+    """
+    seen: list[BaseException] = []      # errors can be the cause of each other; without this the loop would not end
     while error is not None and error not in seen:
         if sign := next((words for words in PEER_IS_GONE if words in str(error)), ""):
             return sign
@@ -291,7 +294,7 @@ def _say_once(message: str) -> None:
         try:
             channel.bind(name)
         except OSError:     # another rank has the name
-            with contextlib.suppress(OSError):      # it has just left: print again rather than not at all
+            with contextlib.suppress(OSError):      # that rank has just ended: better print twice than not at all
                 channel.sendto(b".", name)
                 return
         print(message, file=sys.stderr, flush=True)
@@ -299,7 +302,10 @@ def _say_once(message: str) -> None:
 
 
 def _await_reports(channel: socket.socket, others: int) -> None:
-    """Wait until ``others`` ranks (if known: 0 or more) have reported the same mistake, or the window is over."""
+    """Wait until ``others`` ranks have reported the same mistake, at most ``SAME_MISTAKE_WINDOW`` seconds.
+
+    A negative number means that the launcher does not say how many ranks this node has.
+    """
     deadline, received = time.monotonic() + SAME_MISTAKE_WINDOW, 0
     while received != others and (left := deadline - time.monotonic()) > 0:
         channel.settimeout(left)

@@ -28,7 +28,7 @@ def parse_batch_schedule(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 
 def _entry(word: str) -> tuple[int, int]:
-    match = _ENTRY.fullmatch(word.strip("'\""))  # a script may leave one at either end of the list
+    match = _ENTRY.fullmatch(word.strip("'\""))  # a shell script may pass the quotes around the list on
     if match is None:
         raise ValueError(f"{word!r} is not TOKENS:SIZE, such as 0:768 or 250B:1536")
     tokens = Fraction(match[1].replace("_", "")) * _FACTORS[match[2].upper()]

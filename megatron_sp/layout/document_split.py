@@ -43,7 +43,7 @@ def empty_split_problem(prefix: str, name: str, split: str, num_documents: int) 
     """Return a sentence when a split with a share above 0 gets none of the documents of a token set, else "".
 
     Args:
-        prefix: of the token set.
+        prefix: path of the token set, for the message.
         name: "train", "valid" or "test".
         split: value of ``--split``.
     """

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from megatron_sp.config.schema import Model, Parallel
 
-#: What a node holds when neither the launcher nor the command line says.
+#: Devices per node where neither the launcher nor the command line says how many there are.
 DEVICES_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The two sizes, and the reason for them in one sentence."""
+    """A Ulysses size and a ring size, and in ``why`` one sentence with the reason for them."""
 
     ulysses: int
     ring: int
@@ -20,17 +20,17 @@ class SequenceSplit:
 
 
 def split_sequence(size: int, *, heads: int, kv_heads: int, tp: int, devices_per_node: int) -> SequenceSplit:
-    """Choose the largest Ulysses size that divides evenly and costs little, and a ring for the rest.
+    """Choose the largest Ulysses size that is cheap, and a ring for the remaining factor.
 
-    Ulysses computes whole attention with the plain kernels, but every rank needs a head, its all-to-all
-    waits, and key/value heads that several ranks need are sent several times. So its size is the largest
-    divisor of ``size`` that divides the query heads of a tensor-parallel rank, whose ranks fit into one node
-    beside tensor parallelism, and that no key/value head has to be copied for. A ring sends to one neighbour
-    while it computes, so it is what crosses nodes.
+    Ulysses uses the usual attention kernels. But every rank needs a head, computation waits for the all-to-all, and a
+    key/value head that several ranks need is sent to each of them. So the Ulysses size is the largest divisor of
+    ``size`` that meets three conditions. It divides the query heads of a tensor-parallel rank. Its ranks times the
+    tensor-parallel ranks fit into one node. And no key/value head has to be copied. A ring sends to one neighbour while
+    it computes, so the ring is the axis that crosses nodes.
 
     Args:
         size: ranks that share one sequence.
-        heads, kv_heads: of the model.
+        heads, kv_heads: query and key/value heads of the model.
         tp: tensor-parallel size.
         devices_per_node: ranks with fast links between them.
     """
@@ -74,7 +74,7 @@ def with_split(parallel: Parallel, model: Model) -> Parallel:
 
 
 def split_problem(parallel: Parallel) -> str:
-    """Return a sentence when the split contradicts sizes that are given too, else ""."""
+    """Return a sentence for the user when the split contradicts ``--ulysses-size`` or ``--ring-size``, else ""."""
     if parallel.sequence_split in (0, parallel.sp) or parallel.sp < 1:
         return ""
     return (f"--sequence-split {parallel.sequence_split} chooses both sizes, but --ulysses-size {parallel.ulysses} x "

@@ -6,7 +6,7 @@ from megatron_sp.config.schema import Model, Parallel
 
 
 def split_layers(num_layers: int, num_stages: int, *, first_cost: float = 0.0, last_cost: float = 0.0) -> list[range]:
-    """Return the layers of each stage so that the most loaded stage has as little work as possible.
+    """Divide the layers into stages so that the stage with the most work has as little as possible.
 
     Args:
         first_cost, last_cost: work of the embedding and of the output layer with its loss, in layers.

@@ -1,7 +1,7 @@
-"""Which rank owns which token: the only place that decides it.
+"""Which rank owns which token. No other module decides this.
 
-Batch slices, position ids for rotary embeddings, ring masks and labels all ask this object.
-Pure arithmetic on numpy; needs no processes and no torch.
+The batch reader, the position ids of rotary embeddings, the ring's masks and the labels all ask ``SequenceLayout``.
+Pure arithmetic with numpy; needs no processes and no torch.
 
 Ranks that share a sequence are numbered ``sp_rank = ring_rank * ulysses + ulysses_rank``: the
 Ulysses ranks of one ring member hold adjacent pieces, so that gathering over Ulysses gives
@@ -22,11 +22,16 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Ownership of the tokens ``0 .. seq_length`` of every sequence.
+    """Says which rank owns which of the tokens ``0 .. seq_length`` of every sequence.
 
-    ``contiguous``: rank i owns one run of ``s/sp`` tokens. ``zigzag`` balances causal work over
-    the ring: the sequence is cut into ``2 * ring`` chunks and ring member r owns chunks ``r`` and
-    ``2 * ring - 1 - r``, whose concatenation its Ulysses ranks cut into contiguous pieces.
+    ``contiguous``: rank i owns one range of ``s/sp`` tokens. ``zigzag``: the sequence is cut into ``2 * ring`` chunks,
+    and ring member r owns chunks ``r`` and ``2 * ring - 1 - r``. So each member has an early and a late chunk, and all
+    have the same work under a causal mask. The Ulysses ranks of a member divide its two chunks among them. A ring of 2
+    with 2 Ulysses ranks, 16 tokens::
+
+        chunk          0          1          2            3
+        tokens     0 1 2 3    4 5 6 7    8 9 10 11   12 13 14 15
+        sp rank    0 0 0 0    2 2 2 2    3 3  3  3    1  1  1  1
     """
 
     seq_length: int
@@ -36,7 +41,7 @@ class SequenceLayout:
 
     @classmethod
     def of(cls, parallel: Parallel, seq_length: int) -> SequenceLayout:
-        """The layout of a run: zigzag as soon as there is a ring, whose work it balances."""
+        """Return the layout of a run: zigzag with a ring, whose work it balances, else contiguous."""
         return cls(seq_length, parallel.ring, parallel.ulysses, "zigzag" if parallel.ring > 1 else "contiguous")
 
     def __post_init__(self) -> None:
@@ -59,7 +64,7 @@ class SequenceLayout:
         return self.seq_length // self.sp
 
     def ring_ranges(self, ring_rank: int) -> tuple[Range, ...]:
-        """Token ranges that one ring member's Ulysses ranks own together, in order."""
+        """Return the token ranges that the Ulysses ranks of one ring member own together, in order."""
         if self.kind == "contiguous" or self.ring == 1:
             size = self.seq_length // self.ring
             return ((ring_rank * size, (ring_rank + 1) * size),)
@@ -68,7 +73,7 @@ class SequenceLayout:
         return (ring_rank * chunk, (ring_rank + 1) * chunk), (late * chunk, (late + 1) * chunk)
 
     def ranges(self, sp_rank: int) -> tuple[Range, ...]:
-        """Half-open token ranges that ``sp_rank`` owns, in the order of its local tokens."""
+        """Return the half-open token ranges that ``sp_rank`` owns, in the order of its local tokens."""
         ring_rank, ulysses_rank = divmod(sp_rank, self.ulysses)
         skip, want = ulysses_rank * self.local_length, self.local_length
         owned: list[Range] = []
@@ -82,5 +87,5 @@ class SequenceLayout:
         return tuple(owned)
 
     def positions(self, sp_rank: int) -> npt.NDArray[np.int64]:
-        """Global position of each local token, int64 ``[s/sp]``."""
+        """Return the position in the sequence of each token that ``sp_rank`` owns, int64 ``[s/sp]``."""
         return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in self.ranges(sp_rank)])

@@ -1,12 +1,12 @@
-"""Sums of gradients that FSDP does not make, once a step after the last microbatch, in fp32.
+"""Sum over ranks, in fp32, the gradients that FSDP does not sum; once a step, after the last microbatch.
 
-``sum_over_copies``: ZeRO stage 0 in fp32. Every data- and sequence-parallel rank holds a whole copy of the model.
-Nothing is sharded and nothing cast, so there is nothing for FSDP to do.
+``sum_over_copies`` is for ZeRO stage 0 in fp32. There every data- and sequence-parallel rank holds a whole copy of the
+model, and FSDP is not used, because nothing is sharded or cast.
 
-``sum_over_tensor_ranks``: weights that every tensor-parallel rank holds whole while it sees only a part of the
-tokens or heads, such as norm weights under ``--sequence-parallel``. FSDP would sum these over ``tp`` as DTensors in
-the type of the computation, so in bf16, before it casts to fp32. Here they are summed afterwards: FSDP has cast and
-sharded the gradients, so the sum is in fp32 and sends only shards.
+``sum_over_tensor_ranks`` is for weights that every tensor-parallel rank holds whole, although it sees only a part of
+the tokens or heads. Norm weights under ``--sequence-parallel`` are an example. FSDP would sum the gradients of such
+DTensors over ``tp`` before it casts them to fp32, so in bf16. Here they are summed after FSDP has cast and sharded
+them. So the sum is in fp32, and only shards are sent.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def sum_over_copies(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def sum_over_tensor_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Replace the gradients that are parts of a sum over ``tp`` by that sum."""
+    """Replace each gradient of which every tensor-parallel rank has only a part by the sum of the parts."""
     if mesh.size("tp") > 1:
         mesh.channel("tp").sum_in_place(list(_contiguous_gradients(partial_parameters(model))))
 
 
 def partial_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters whose gradients on the ranks of ``tp`` are parts of a sum.
+    """Yield the parameters whose gradients must be summed over the tensor-parallel ranks.
 
-    A module names its own in the attribute ``partial_over_tp``. (Parameters cannot carry a mark: FSDP replaces them.)
+    A module lists the names of such parameters in its attribute ``partial_over_tp``. An attribute of the parameter
+    itself would be lost, because FSDP replaces the parameter.
     """
     for module in model.modules():
         for name in getattr(module, "partial_over_tp", ()):
@@ -44,7 +45,10 @@ def partial_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _contiguous_gradients(parameters: Iterator[nn.Parameter]) -> Iterator[torch.Tensor]:
-    """This rank's part of each gradient that exists; one that is not contiguous is replaced by a copy that is."""
+    """Yield this rank's shard of each gradient that exists, contiguous, as sums in place need it.
+
+    A gradient whose shard is not contiguous is replaced by a copy that is.
+    """
     for parameter in parameters:
         grad = parameter.grad
         if grad is None:

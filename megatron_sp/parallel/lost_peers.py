@@ -1,8 +1,8 @@
-"""Say in one line which rank does not answer when a collective runs out of time.
+"""Say in one line which rank does not answer when a collective times out.
 
-torch's message then is a traceback about a socket; it names neither the rank nor the axis. The store through which
-the ranks met still works. So each rank whose collective fails leaves its number there, waits a moment, and looks
-which ranks of its groups have left none: those hang, are suspended, or still wait for something else. ::
+torch's own message is a traceback about a socket, which names neither the rank nor the axis. The store through which
+the ranks met still works then. So each rank whose collective times out writes its number into the store, waits a
+moment, and reads which ranks of its groups have written nothing. Those hang, are suspended, or wait for another rank::
 
     rank 0:  all-reduce over tp .... time-out | store "0" | wait | "rank 1 (tensor parallel) does not answer"
     rank 1:  suspended ...................................................................................
@@ -25,29 +25,29 @@ from megatron_sp.torch_internals import default_store
 
 #: What gloo and NCCL say when a peer did not answer within the group's time-out.
 TIMED_OUT = ("Timed out waiting", "Application timeout", "Watchdog caught collective operation timeout")
-#: Seconds in which the other ranks' collectives run out of time as well.
-GRACE = 3.0
+#: Seconds to wait for the reports of other ranks, whose collectives time out at about the same time.
+GRACE_SECONDS = 3.0
 AXIS_NAMES = {"pp": "pipeline", "dp": "data parallel", "ring": "ring", "ulysses": "Ulysses", "tp": "tensor parallel"}
 
 
 @contextlib.contextmanager
 def naming_lost_peers(mesh: ParallelMesh) -> Iterator[None]:
-    """Turn torch's error about a collective that ran out of time into one line.
+    """Replace torch's error about a collective that timed out by one that names the ranks that do not answer.
 
     Raises:
-        PeerLostError: naming the ranks that do not answer, and their axes.
+        PeerLostError: a collective timed out. The message names the ranks and their axes.
     """
     try:
         yield
-    except RuntimeError as error:  # those of torch.distributed among them
+    except RuntimeError as error:  # the base class of the errors of torch.distributed
         if not has_timed_out(error):
             raise
-        raise PeerLostError(describe(mesh, silent_ranks(mesh, default_store(), GRACE))) from error
+        raise PeerLostError(describe(mesh, silent_ranks(mesh, default_store(), GRACE_SECONDS))) from error
 
 
 def has_timed_out(error: BaseException | None) -> bool:
-    """Whether this error, or one that it was raised from, says that a peer did not answer in time."""
-    seen: list[BaseException] = []  # a chain can be a circle
+    """Return whether this error, or an error that led to it, says that a peer did not answer in time."""
+    seen: list[BaseException] = []  # errors can be the cause of each other; without this the loop would not end
     while error is not None and error not in seen:
         if any(words in str(error) for words in TIMED_OUT):
             return True
@@ -57,7 +57,10 @@ def has_timed_out(error: BaseException | None) -> bool:
 
 
 def silent_ranks(mesh: ParallelMesh, store: dist.Store, grace: float) -> list[int]:
-    """Ranks of this rank's groups that have not reported a failure; empty where the store does not answer either."""
+    """Return the ranks of this rank's groups that have reported no time-out within ``grace`` seconds.
+
+    The list is empty where the store does not answer either.
+    """
     mine = mesh.global_rank
     peers = {rank for axis in AXES for rank in mesh.grid.ranks(axis, mine)} - {mine}
     silent: list[int] = []
@@ -67,14 +70,14 @@ def silent_ranks(mesh: ParallelMesh, store: dist.Store, grace: float) -> list[in
         time.sleep(grace)
         silent.extend(rank for rank in sorted(peers) if not store.check([f"lost peers/{rank}"]))
 
-    asking = threading.Thread(target=ask, daemon=True)  # the store may be in a process that is suspended
+    asking = threading.Thread(target=ask, daemon=True)  # blocks when the store's process is suspended
     asking.start()
     asking.join(2 * grace + 1)
     return silent
 
 
 def describe(mesh: ParallelMesh, silent: list[int]) -> str:
-    """One line for the log of this rank."""
+    """Return one line for the user: which ranks this rank waited for, on which axes, and what to look at."""
     names = [f"rank {rank} ({', '.join(AXIS_NAMES[axis] for axis in AXES if rank in mesh.grid.ranks(axis, mine))})"
              for mine in (mesh.global_rank,) for rank in silent]
     who = f"{', '.join(names)}, which {'has' if len(names) == 1 else 'have'} reported nothing" if names else \

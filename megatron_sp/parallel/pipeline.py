@@ -1,4 +1,4 @@
-"""Pipeline parallelism: layers split into stages, microbatches flowing through them.
+"""Pipeline parallelism: ranks hold different layers of the model, and microbatches pass from rank to rank.
 
 The schedules are torch's (``torch.distributed.pipelining``): 1F1B (Narayanan et al., arXiv
 2104.04473), its interleaved form with several stages per rank, zero-bubble (Qi et al., arXiv
@@ -29,18 +29,24 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def schedule_class(schedule: str, num_microbatches: int, num_stages: int) -> Any:
-    """torch's class for a schedule; with too few microbatches 1F1B never leaves its warm-up and is GPipe."""
+    """Return torch's class for a schedule.
+
+    That of 1F1B is GPipe when there are fewer microbatches than stages: 1F1B would then end before its steady state.
+    """
     name = SCHEDULES[schedule].torch_name
     return get_schedule_class("GPipe" if name == "1F1B" and num_microbatches < num_stages else name)
 
 
 def schedule_order(schedule: str, pp: int, stages_per_rank: int,
                    num_microbatches: int) -> list[list[tuple[str, int, int]]]:
-    """What each rank computes, in order: (kind, stage, microbatch) with kind F (forward), B (backward), and,
-    where backward is split, I (gradient of the input) and W (gradients of the weights)."""
+    """Return for each rank what it computes, in order: (kind, stage, microbatch).
+
+    The kind is F (forward) or B (backward). Schedules that split the backward have I (gradient of the stage's input)
+    and W (gradients of its weights) instead of B.
+    """
     num_stages = pp * stages_per_rank
     kind = schedule_class(schedule, num_microbatches, num_stages)
-    if issubclass(kind, PipelineScheduleSingle):  # torch keeps no list of these that is complete
+    if issubclass(kind, PipelineScheduleSingle):  # torch has no complete list of the actions of these
         warm_up = [min(num_microbatches, pp - rank if kind is Schedule1F1B else num_microbatches) for rank in range(pp)]
         return [_one_stage_order(rank, warm_up[rank], num_microbatches) for rank in range(pp)]
     parts = [SimpleNamespace(num_stages=num_stages, group_size=pp, group_rank=0, stage_index=number,
@@ -51,7 +57,7 @@ def schedule_order(schedule: str, pp: int, stages_per_rank: int,
 
 
 def _one_stage_order(stage: int, warm_up: int, num_microbatches: int) -> list[tuple[str, int, int]]:
-    """Some forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """Return ``warm_up`` forwards, then backwards and forwards in alternation, then the remaining backwards."""
     order = [("F", stage, number) for number in range(warm_up)]
     for number in range(num_microbatches):
         order.append(("B", stage, number))
@@ -61,7 +67,7 @@ def _one_stage_order(stage: int, warm_up: int, num_microbatches: int) -> list[tu
 
 
 class Stages(nn.ModuleList):
-    """The stages one rank holds, behind one model's parameter names."""
+    """The stages of one rank as one module, whose parameters have the same names as in a model without pipeline."""
 
     def __init__(self, stages: Sequence[nn.Module], numbers: Sequence[int], num_stages: int):
         super().__init__(stages)
@@ -70,7 +76,10 @@ class Stages(nn.ModuleList):
 
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names as in the whole model: a layer is called the same wherever it lives."""
+        """Yield the stages' parameters by their names in the whole model, without the number of the stage.
+
+        So a layer has the same name on whichever rank it is, and checkpoints fit every pipeline.
+        """
         for stage in self:
             yield from stage.named_parameters(prefix, recurse, remove_duplicate)
 
@@ -81,19 +90,22 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """Embedding and output layer share a weight but live on the two ends of the pipeline.
+    """The two copies of a weight that the embedding and the output layer share.
 
-    Each end has a copy with the same shards. Their gradients are summed after backward, so that both
-    copies make the same step; norm and checkpoints count the weight once.
+    The first stage of the pipeline holds one copy, the last stage the other, with the same shards. Their gradients are
+    summed after backward, so that the optimizer changes both copies alike. The gradient norm and checkpoints count the
+    weight once.
 
     Args:
-        first, last: this rank's copies, None where it does not hold that end.
+        first, last: the copies of the first and the last stage; None where this rank does not hold the stage.
+        group: the ranks of the two stages; None where this rank holds both copies or none.
+        device: the group's collectives work on tensors of this device. Gradients may be in host memory instead.
     """
 
     first: nn.Parameter | None
     last: nn.Parameter | None
-    group: dist.ProcessGroup | None  # the two ends; None where both copies are on this rank or none is
-    device: torch.device = torch.device("cpu")  # what the group's collectives work on; gradients may be offloaded
+    group: dist.ProcessGroup | None
+    device: torch.device = torch.device("cpu")
 
     def sum_gradients(self) -> None:
         """Replace both copies' gradients by their sum."""
@@ -107,16 +119,18 @@ class TiedWeights:
 
 
 def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Named parameters without second copies of tied weights: each weight of the model once."""
+    """Return the named parameters without the last stage's copy of a tied weight, so that each weight counts once."""
     copy = model.tied.last if isinstance(model, Stages) and model.tied is not None else None
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter is not copy)
 
 
 class PipelineRunner:
-    """Runs steps of a schedule; one schedule object per number and shape of microbatches.
+    """Runs training and evaluation steps of a schedule.
+
+    It keeps one of torch's schedule objects for each number and shape of microbatches.
 
     Args:
-        stages: this rank's stage modules by number.
+        stages: the stages that this rank holds.
         loss: ``(output of the last stage, target) -> scalar``, already divided by the denominator.
     """
 
@@ -146,13 +160,13 @@ class PipelineRunner:
 
     def train(self, tokens: torch.Tensor, target: torch.Tensor, inputs: dict[str, torch.Tensor],
               num_microbatches: int) -> list[torch.Tensor]:
-        """Forward and backward of all microbatches.
+        """Run forward and backward of all microbatches and return their losses.
 
         Args:
             tokens, target: int64 [m*b, t], the microbatches one after another
-            inputs: what every stage's forward takes beside its input, batch first
+            inputs: arguments that the forward of every stage takes besides its input, batch dimension first
         Returns:
-            the microbatches' losses, detached; empty where the last stage is not here
+            the losses of the microbatches, detached; empty where this rank does not hold the last stage
         """
         losses: list[torch.Tensor] = []
         positional, named = self._arguments(tokens, target, losses)
@@ -163,7 +177,7 @@ class PipelineRunner:
     @torch.no_grad()
     def evaluate(self, tokens: torch.Tensor, target: torch.Tensor, inputs: dict[str, torch.Tensor],
                  num_microbatches: int) -> list[torch.Tensor]:
-        """Forward of all microbatches; see ``train``."""
+        """Run forward of all microbatches and return their losses; arguments as in ``train``."""
         losses: list[torch.Tensor] = []
         positional, named = self._arguments(tokens, target, losses)
         schedule = self._schedule(num_microbatches, tokens.shape, training=False)

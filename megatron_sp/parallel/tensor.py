@@ -25,13 +25,17 @@ from megatron_sp.parallel.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class TensorRegion:
-    """The way into and out of a tensor-parallel region, and where its weights are stored.
+    """The collectives at both ends of a tensor-parallel region, and the mesh on which its weights are stored.
 
-    Inside the region every rank sees all of its sequence shard's tokens and a part of the
-    features. Outside, activations are equal on all tp ranks, or split over tokens (``megatron_sp``).
+    Inside the region every rank computes a part of the features for all tokens of its sequence shard. Outside, all
+    tensor-parallel ranks hold the same activations or, with ``megatron_sp``, the activations of different tokens.
+
+    Attributes:
+        mesh: the tp axis of ``ParallelMesh.weights``.
+        megatron_sp: whether ``--sequence-parallel`` is given.
     """
 
-    mesh: DeviceMesh  # the tp axis of ParallelMesh.weights
+    mesh: DeviceMesh
     group: dist.ProcessGroup
     size: int
     rank: int
@@ -43,26 +47,26 @@ class TensorRegion:
         return cls(mesh.weights["tp"], mesh.group("tp"), size, mesh.rank("tp"), megatron_sp and size > 1)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, t(/tp), h] -> [b, t, h], gradients summed on the way back."""
+        """Give every rank all tokens: [b, t(/tp), h] -> [b, t, h]. Backward sums the gradients of the ranks."""
         if self.size == 1:
             return x
         return gather_sequence(x, self.group) if self.megatron_sp else copy_to_group(x, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Partial [b, t, h] -> summed [b, t(/tp), h]."""
+        """Sum the partial results of the ranks: [b, t, h] -> [b, t(/tp), h]."""
         if self.size == 1:
             return x
         return reduce_scatter_sequence(x, self.group) if self.megatron_sp else reduce_from_group(x, self.group)
 
     def outside_tokens(self, num_tokens: int) -> tuple[int, int]:
-        """Offset and number of the tokens this rank holds outside the region, of ``num_tokens`` inside."""
+        """Return which of ``num_tokens`` tokens inside the region this rank holds outside: the first, and how many."""
         if not self.megatron_sp:
             return 0, num_tokens
         piece = num_tokens // self.size
         return self.rank * piece, piece
 
     def parameter(self, local_shape: tuple[int, ...], placement: Placement, dtype: torch.dtype) -> nn.Parameter:
-        """An uninitialised parameter of this local shape, stored on the tp mesh if that splits anything."""
+        """Return an uninitialised parameter with this shape per rank; with more than one rank it is a DTensor."""
         local = torch.empty(local_shape, dtype=dtype)
         if self.size == 1:  # a DTensor's backward costs 0.2 ms each on a CPU
             return nn.Parameter(local)
@@ -70,11 +74,11 @@ class TensorRegion:
 
 
 def local_weight(parameter: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter that this rank computes with.
+    """Return the part of a parameter that this rank computes with.
 
-    The gradient that comes back is this rank's alone. Where a replicated parameter's ranks see different tokens or
-    heads, the module lists it in ``partial_over_tp``, and ``gradients.sum_over_tensor_ranks`` adds the ranks'
-    gradients up after backward.
+    Backward gives it this rank's own gradient, not a sum over ranks. Where the ranks that hold copies of a parameter
+    see different tokens or heads, the module lists it in ``partial_over_tp``, and ``gradients.sum_over_tensor_ranks``
+    adds the ranks' gradients up after backward.
     """
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -132,7 +136,7 @@ class RowParallelLinear(nn.Module):
         return self.finish(F.linear(x, local_weight(self.weight)))
 
     def finish(self, partial: torch.Tensor) -> torch.Tensor:
-        """The second half of ``forward``, for callers that make the product in pieces.
+        """Sum the product over the ranks and add the bias; for callers that compute the product tile by tile.
 
         Args:
             partial: x W^T of this rank's columns, [b, t, out]
@@ -146,7 +150,7 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Token embedding with the vocabulary split over tp; leaves the region.
 
-    ``vocab_size`` real rows are stored in ``padded_size`` rows; the padding stays zero.
+    The weight has ``padded_size`` rows. The rows beyond ``vocab_size`` stay zero.
     """
 
     def __init__(self, vocab_size: int, padded_size: int, width: int, *, region: TensorRegion, dtype: torch.dtype):
@@ -156,7 +160,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = region.parameter((padded_size // region.size, width), Shard(0), dtype)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[b, t] -> [b, t(/tp), h]"""
+        """Look up embeddings: [b, t] -> [b, t(/tp), h]."""
         weight = local_weight(self.weight)
         if self.region.size == 1:
             return F.embedding(tokens, weight)
@@ -171,7 +175,7 @@ class VocabParallelOutput(nn.Module):
     """Logits with the vocabulary split over tp; enters the region.
 
     Args:
-        tied: no weight of its own; the embedding's is given at each call.
+        tied: whether the layer has no weight of its own and gets that of the embedding at each call.
     """
 
     def __init__(self, vocab_size: int, padded_size: int, width: int, *, region: TensorRegion, dtype: torch.dtype,
@@ -184,7 +188,11 @@ class VocabParallelOutput(nn.Module):
 
     def forward(self, x: torch.Tensor, tied_weight: torch.Tensor | None = None,
                 consume: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear) -> torch.Tensor:
-        """[b, t(/tp), h] -> [b, t, v/tp], or what ``consume(x [b, t, h], weight [v/tp, h])`` makes instead."""
+        """Compute logits, [b, t(/tp), h] -> [b, t, v/tp], or something that needs them, such as a loss.
+
+        Args:
+            consume: gets x [b, t, h] and this rank's weight [v/tp, h]. Its result is returned.
+        """
         weight = self.weight if self.weight is not None else tied_weight
         assert weight is not None
         return consume(self.region.enter(x), local_weight(weight))

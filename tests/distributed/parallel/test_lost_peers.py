@@ -18,7 +18,7 @@ from tests.helpers.spawn import RunRanks
 
 def message() -> str:
     """Rank 3 is late for a sum over tp; rank 2 waits for it, ranks 0 and 1 for rank 2 and 3 over dp."""
-    lost_peers.GRACE = 1.5
+    lost_peers.GRACE_SECONDS = 1.5
     run = tiny_run([*STYLES["gpt2"].split(), "--tensor-model-parallel-size", "2"], 4)
     mesh = ParallelMesh.build(run.parallel)
     groups = {ranks: dist.new_group(ranks, timedelta(seconds=2)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
