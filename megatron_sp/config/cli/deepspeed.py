@@ -125,7 +125,7 @@ def _refuse_sections(config: dict[str, Any], claims: Claims) -> None:
 
 
 def _sharding(config: dict[str, Any], claims: Claims) -> None:
-    """The ZeRO stage of the file wins over the flag, as in Megatron-DeepSpeed; offload goes to the optimizer."""
+    """Claim the ZeRO stage, where the file wins over the flag as in Megatron-DeepSpeed, and the offload."""
     stage = _value(config, "zero_optimization.stage", claims, int)
     if stage is not None and stage > 3:
         claims.problems.append(f"{_name('zero_optimization.stage', stage, claims)}: there are stages 0 to 3.")
@@ -156,7 +156,7 @@ def _file_wins(key: str, path: str, value: Any, claims: Claims) -> None:
 
 
 def _precision(config: dict[str, Any], claims: Claims) -> None:
-    """Types, loss scale and the type of gradient sums."""
+    """Claim the compute type, the loss scale and the type of gradient sums."""
     for kind, sections in (("fp16", ("fp16",)), ("bf16", ("bf16", "bfloat16"))):
         key, other = f"precision.{kind}", "--bf16" if kind == "fp16" else "--fp16"
         enabled = [value for name in sections if (value := _value(config, f"{name}.enabled", claims, bool)) is not None]
@@ -182,7 +182,7 @@ def _precision(config: dict[str, Any], claims: Claims) -> None:
 
 
 def _loss_scale(config: dict[str, Any], claims: Claims) -> None:
-    """Under --deepspeed the flags of the loss scale do nothing: the file, or DeepSpeed's defaults, decide."""
+    """Claim the loss scale of the file or of DeepSpeed's defaults; under --deepspeed its flags have no effect."""
     silenced = [f"{flag} {claims.claimed(key):g}" for key, flag in LOSS_SCALE_FLAGS.items() if claims.values.get(key)]
     for key in LOSS_SCALE_FLAGS:
         claims.values.pop(key, None)
@@ -208,7 +208,7 @@ def _loss_scale(config: dict[str, Any], claims: Claims) -> None:
 
 
 def _batch(config: dict[str, Any], claims: Claims) -> None:
-    """The flags win over the file's batch, as in Megatron-DeepSpeed; a note names what differs."""
+    """Claim the file's batch where no flag says it; the flags win, as in Megatron-DeepSpeed."""
     keys = {"train.global_batch_size": "train_batch_size", "train.micro_batch_size": "train_micro_batch_size_per_gpu",
             "train.gradient_accumulation_steps": "gradient_accumulation_steps"}
     given = {key: value for key, path in keys.items() if (value := _value(config, path, claims, int))}

@@ -26,7 +26,7 @@ def is_megatrons(claims: Claims) -> bool:
 
 
 def _gelu(claims: Claims) -> None:
-    """Megatron computes GELU with biases by its tanh approximation, unless its fusion is off."""
+    """Choose the GELU: as asked, else the tanh approximation where Megatron's fusion of bias and GELU would use it."""
     key = "model.activation"
     asked = claims.read(GELU, lambda text: parse_choice(text, ("none", "tanh")))
     if asked:
@@ -40,7 +40,7 @@ def _gelu(claims: Claims) -> None:
 
 
 def _loss_mean(claims: Claims) -> None:
-    """Megatron's default mean over microbatches differs from the mean over tokens where masks differ."""
+    """Note where Megatron's default mean of the loss differs from the mean over tokens: where masks differ."""
     if claims.claimed("data.eod_mask_loss") and "--calculate-per-token-loss" not in claims.given and (
             is_megatrons(claims)):
         claims.notes.append("The loss is the mean over the valid tokens of the whole global batch, as under Megatron's "
@@ -49,7 +49,7 @@ def _loss_mean(claims: Claims) -> None:
 
 
 def _loss_scale(claims: Claims) -> None:
-    """Scripts for DeepSpeed give the power of two of a dynamic scale, in a flag that has no effect there."""
+    """Note a static loss scale so small that it is likely meant as the power of two of a dynamic one."""
     scale = claims.claimed("precision.loss_scale")
     if scale and scale <= LARGEST_POWER and claims.claimed("precision.fp16") and "--deepspeed" not in claims.given:
         claims.notes.append(f"--loss-scale {scale:g} is a static scale of {scale:g}. If it is meant as in scripts for "
@@ -58,7 +58,7 @@ def _loss_scale(claims: Claims) -> None:
 
 
 def _recomputation(claims: Claims) -> None:
-    """Old Megatron's method turns recomputation on; DeepSpeed's switch alone does not."""
+    """Turn recomputation on by old Megatron's method alone, and note that DeepSpeed's switch alone does not."""
     key, method, deepspeed = ("memory.recompute_granularity", "--activations-checkpoint-method",
                               "--deepspeed-activation-checkpointing")
     if method in claims.values.get("memory.recompute_method", {}) and claims.claimed(key) is None:
@@ -71,7 +71,7 @@ def _recomputation(claims: Claims) -> None:
 
 
 def _window(claims: Claims) -> None:
-    """A window as long as the sequence hides nothing; a shorter one changes the model."""
+    """Accept a window of attention as long as the sequence, which hides nothing; refuse a shorter one."""
     for flag in ("--sliding-window", "--window-size"):
         words = [part for word in parse_words(claims.given.get(flag, [])) for part in strip_quotes(word).split(",")]
         try:
@@ -91,7 +91,7 @@ def _window(claims: Claims) -> None:
 
 
 def _same_data_twice(claims: Claims) -> None:
-    """Some forks name the training data by both flags."""
+    """Drop one of two flags that name the same training data, as in scripts of some forks."""
     whole, train = claims.claimed("data.data_path"), claims.claimed("data.train_data_path")
     if not whole or whole != train:
         return
@@ -104,7 +104,7 @@ def _same_data_twice(claims: Claims) -> None:
 # --- layers of pipeline stages ------------------------------------------------------------------------------------
 
 def _stage_layers(claims: Claims) -> None:
-    """Megatron's ways to give the first and last stage another number of layers, as ``--pipeline-layers``."""
+    """Claim ``--pipeline-layers`` for Megatron's flags that give the first or last stage other numbers of layers."""
     first = claims.read("--decoder-first-pipeline-num-layers", parse_int)
     last = claims.read("--decoder-last-pipeline-num-layers", parse_int)
     stages, layers = claims.claimed("parallel.pp", 1), claims.claimed("model.num_layers")
@@ -119,7 +119,7 @@ def _stage_layers(claims: Claims) -> None:
 
 
 def _uneven_ends(claims: Claims, first: int | None, last: int | None, stages: int, layers: int) -> None:
-    """The first and last rank get the given numbers; the ranks between them share the rest equally."""
+    """Give the first and last rank their numbers of layers; the ranks between them share the rest equally."""
     flags = " ".join(f"--decoder-{name}-pipeline-num-layers {value}" for name, value in (
         ("first", first), ("last", last)) if value is not None)
     inner = stages - (first is not None) - (last is not None)
@@ -140,7 +140,7 @@ def _uneven_ends(claims: Claims, first: int | None, last: int | None, stages: in
 
 
 def _counted_ends(claims: Claims, counted: dict[str, bool], stages: int, layers: int) -> None:
-    """Embedding and loss count as one layer each: the first and the last stage get one layer less."""
+    """Count embedding and loss as one layer each, so that the first and the last stage get one layer less."""
     embedding, loss = counted.values()
     total = layers + embedding + loss
     each_virtual = claims.claimed("parallel.layers_per_virtual_stage")

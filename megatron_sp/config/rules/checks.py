@@ -51,7 +51,7 @@ def check_required(run: Run) -> list[str]:
 
 
 def check_bounds(run: Run) -> list[str]:
-    """Single values; a value that equals its default means "derive it" or "off"."""
+    """Return single values out of bounds; the default of a field may mean "derive it" or "off" and is always right."""
     found = []
     options = schema_options()
     for key in BOUNDS:
@@ -63,7 +63,7 @@ def check_bounds(run: Run) -> list[str]:
 
 
 def check_length(run: Run) -> list[str]:
-    """How long to train."""
+    """Return problems of the length of the training: missing, given twice, or less than a step."""
     train = run.train
     if train.skip_train and not train.eval_iters:
         return ["--skip-train with --eval-iters 0 leaves nothing to do; give --eval-iters 1 or more, or drop "
@@ -81,7 +81,7 @@ def check_length(run: Run) -> list[str]:
 
 
 def check_precision(run: Run) -> list[str]:
-    """Compute type and loss scale."""
+    """Return contradictions between compute types, and between bounds of the loss scale."""
     precision = run.precision
     found = []
     if precision.bf16 and precision.fp16:
@@ -95,7 +95,7 @@ def check_precision(run: Run) -> list[str]:
 
 
 def check_logging(run: Run) -> list[str]:
-    """The window of the profiler."""
+    """Return problems of the profiler: an empty window of steps, and ranks that do not exist."""
     flags = run.logging
     found = []
     if flags.profile and flags.profile_step_end <= flags.profile_step_start:
@@ -110,7 +110,7 @@ def check_logging(run: Run) -> list[str]:
 
 
 def check_kernels(run: Run) -> list[str]:
-    """Kernels that cannot do what the run asks for."""
+    """Return kernels that cannot do what the run asks for."""
     model, train = run.model, run.train
     found = []
     if train.compile and (model.attention_dropout or model.hidden_dropout):
@@ -125,7 +125,7 @@ def check_kernels(run: Run) -> list[str]:
 
 
 def check_checkpoint(run: Run) -> list[str]:
-    """Saving and loading."""
+    """Return flags of saving and loading that need another flag."""
     checkpoint = run.checkpoint
     found = []
     if checkpoint.save and not checkpoint.save_interval:

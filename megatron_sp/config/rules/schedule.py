@@ -8,7 +8,7 @@ from megatron_sp.layout.batch_size import BatchSize
 
 
 def check_schedule(run: Run) -> list[str]:
-    """Return problems of the learning rate: mixed units, flags that exclude each other, lengths that do not fit."""
+    """Return problems of the learning rate: mixed units, contradicting flags, lengths that do not fit."""
     schedule = run.schedule
     found = (_units(run) or _warmup_is_shorter(run)) + _wsd(run)
     if schedule.lr and schedule.min_lr > schedule.lr:
