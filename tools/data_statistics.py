@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Print what is in a preprocessed dataset: documents, tokens, the longest document, unigram entropy.
+"""Print how many documents and tokens a preprocessed data set has, its longest document and its unigram entropy.
 
-The unigram entropy (nats per token) is the loss of the best model that knows how often each token occurs and nothing
-else. A trained model must end well below it.
+The unigram entropy (nats per token) is the lowest loss that a model can reach if it only knows how often each token
+occurs and ignores the context. The loss of a trained model must end well below it.
 
 Example:
 
@@ -28,7 +28,7 @@ from megatron_sp.runtime import run_program  # noqa: E402
 
 
 def statistics(dataset: IndexedDataset) -> dict[str, float | int]:
-    """Return counts and entropy of a dataset as plain numbers."""
+    """Return the numbers of documents and tokens, the longest document's length in tokens, and the entropy, by name."""
     counts = np.zeros(0, dtype=np.int64)
     for index in progress_bar(range(len(dataset.lengths)), desc="Counting tokens", unit=" documents", leave=False):
         found = np.bincount(dataset.get(index))
@@ -42,7 +42,7 @@ def statistics(dataset: IndexedDataset) -> dict[str, float | int]:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Return the entropy in nats of the distribution with these counts."""
+    """Return the entropy in nats of the distribution in which each outcome occurs ``counts`` times."""
     shares = counts[counts > 0] / max(counts.sum(), 1)
     return float(-(shares * np.log(shares)).sum()) + 0.0
 
@@ -50,8 +50,8 @@ def entropy(counts: np.ndarray) -> float:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("prefix", metavar="PREFIX", help="path of the dataset without .bin and .idx")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("prefix", metavar="PREFIX", help="path of the data set without .bin and .idx")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     return parser
 
 

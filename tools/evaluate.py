@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Measure a trained model's perplexity by document and by position, which shows whether it uses long context.
+"""Measure the perplexity of a trained model by document and by position, which shows whether it uses long context.
 
-``evaluate.py --load DIR --data-path PREFIX --output eval.json`` loads the model from DIR on one process, whatever
-layout it was trained under, and reads documents of the preprocessed data PREFIX. Each document is read from its start,
-up to --seq-length tokens, with nothing before it. The results are eval.json and eval.png:
+Example (with the checkpoint and the data of examples/quickstart.sh; writes eval.json and the picture eval.png):
+
+    python tools/evaluate.py --load runs/quickstart/checkpoints --data-path runs/quickstart/corpus_text_document \\
+        --output eval.json
+
+The tool loads the model on one process, whatever the layout of its training. It gives the model one document at a
+time, from the document's first token up to --seq-length tokens. The results are:
 
 - the loss of every document;
-- the loss by position, which is the number of tokens of the document before the predicted one. Since few documents are
-  long, the same is shown for those documents alone that fill the window. A curve that keeps falling there means that
-  the model uses what is far away.
+- the mean loss by position: by the number of tokens that stand before the predicted token in its document. Few
+  documents are long, so a second curve shows only the documents that fill --seq-length tokens. If that curve keeps
+  falling towards its end, the model uses distant tokens.
 """
 
 from __future__ import annotations
@@ -40,12 +44,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DocumentLosses:
-    """Losses of one document.
+    """The losses of one document's tokens.
 
     Attributes:
         index: number of the document in the data.
-        length: its tokens.
-        losses: nats, of each token that was read after the first.
+        length: tokens of the whole document, also those beyond --seq-length.
+        losses: the loss of each token after the first one, in nats.
     """
 
     index: int
@@ -54,7 +58,9 @@ class DocumentLosses:
 
 
 def choose_documents(lengths: np.ndarray, count: int, least: int) -> list[int]:
-    """Return up to ``count`` documents of at least ``least`` tokens (never fewer than 2), spread evenly over the data.
+    """Return the numbers of up to ``count`` documents, spread evenly over those that have ``least`` tokens or more.
+
+    Documents of fewer than 2 tokens are never chosen, because they have no predicted token.
 
     Raises:
         DataError: no document is that long.
@@ -70,7 +76,7 @@ def choose_documents(lengths: np.ndarray, count: int, least: int) -> list[int]:
 
 
 def token_losses(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the losses fp32 [t - 1] of the tokens [t] after the first, each given all tokens before it."""
+    """Return the loss of each token after the first, given those before it: ``[t]`` to fp32 ``[t - 1]``, in nats."""
     import torch
 
     labels = tokens[None, 1:]
@@ -82,7 +88,7 @@ def token_losses(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
 
 def evaluate(model: GPT, data: IndexedDataset, chosen: list[int], seq_length: int,
              vocab_size: int) -> list[DocumentLosses]:
-    """Return the losses of the chosen documents, of each at most ``seq_length`` tokens after the first.
+    """Return the losses of the chosen documents: of at most ``seq_length`` tokens of each, after its first token.
 
     Raises:
         DataError: a document has a token id that the model's vocabulary lacks.
@@ -106,7 +112,7 @@ def evaluate(model: GPT, data: IndexedDataset, chosen: list[int], seq_length: in
 
 
 def by_position(documents: list[DocumentLosses], seq_length: int) -> list[dict[str, Any]]:
-    """Return the mean loss by the number of tokens before the predicted one: 1, 2-3, 4-7, 8-15 ..."""
+    """Return a row with the mean loss for each range of tokens before the predicted one: 1, 2-3, 4-7, 8-15 ..."""
     import numpy as np
 
     rows = []
@@ -128,7 +134,7 @@ def perplexity(loss: float) -> float:
 
 
 def report(documents: list[DocumentLosses], seq_length: int) -> dict[str, Any]:
-    """Return everything that is written as JSON."""
+    """Return the losses of all documents and their means, as they are written to the JSON file."""
     import numpy as np
 
     tokens = sum(len(document.losses) for document in documents)
@@ -143,7 +149,7 @@ def report(documents: list[DocumentLosses], seq_length: int) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], picture: Path, title: str) -> None:
-    """Loss by position, and loss by length of document, as a PNG."""
+    """Draw the loss by position and the loss by document length, and write the picture as a PNG."""
     figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for key, label, style in (("by_position", f"all {result['documents']} documents", "o-"),
                               ("by_position_of_long_documents",
@@ -168,15 +174,22 @@ def draw(result: dict[str, Any], picture: Path, title: str) -> None:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--load", type=Path, required=True, help="directory of checkpoints (--save of the training)")
-    parser.add_argument("--ckpt-step", type=int, help="load this iteration instead of the newest")
-    parser.add_argument("--data-path", required=True, metavar="PREFIX", help="preprocessed documents")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json",
-                        help="the JSON to write; the picture gets the same name with .png")
-    parser.add_argument("--seq-length", type=int, help="tokens of a document that are read (default: as in training)")
-    parser.add_argument("--num-documents", type=int, default=100,
-                        help="documents, evenly spread over the data (default: %(default)s)")
-    parser.add_argument("--min-length", type=int, default=2, help="only documents of so many tokens (default: all)")
+    group = parser.add_argument_group("model")
+    group.add_argument("--load", type=Path, required=True, metavar="DIR",
+                       help="directory with checkpoints (--save of the training)")
+    group.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
+    group = parser.add_argument_group("data")
+    group.add_argument("--data-path", required=True, metavar="PREFIX",
+                       help="preprocessed documents: path of the data set without .bin and .idx")
+    group.add_argument("--seq-length", type=int, metavar="N",
+                       help="most tokens to read of each document (default: --seq-length of the training)")
+    group.add_argument("--num-documents", type=int, default=100, metavar="N",
+                       help="most documents to read; they are spread evenly over the data (default: %(default)s)")
+    group.add_argument("--min-length", type=int, default=2, metavar="N",
+                       help="leave out documents of fewer tokens (default: %(default)s)")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output", type=Path, required=True, metavar="FILE.json",
+                       help="JSON file to write; the picture gets the same name with the ending .png")
     return parser
 
 
@@ -209,7 +222,7 @@ def main(argv: list[str]) -> None:
     for row in result["by_position_of_long_documents"] or result["by_position"]:
         first, last = row["tokens_before"]
         print(f"  {first:>8,} to {last:>8,} tokens before: loss {row['loss']:.4f} ({row['documents']} documents)")
-    # Only now, so that a full disk or a missing matplotlib costs no result.
+    # Files are written after the results are printed: a full disk or a missing matplotlib then loses no result.
     with complete_file(arguments.output, "--output") as file:
         file.write((json.dumps(result, indent=1) + "\n").encode())
     picture = arguments.output.with_suffix(".png")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Gather a corpus of long documents from this interpreter's own standard library.
+"""Make a corpus of long documents from the Python standard library of this interpreter, without any download.
 
-One document per module, the longest first until ``--max-bytes`` is reached, written in a fixed
-shuffled order as JSON lines ``{"text": ..., "name": ..., "bytes": ...}``. Nothing is downloaded.
+Each Python module becomes one document. The longest modules are taken first, until --max-bytes is reached. The output
+is JSON lines ``{"text": ..., "name": ..., "bytes": ...}`` in an order that looks random and is always the same.
 
 Example:
 
@@ -33,7 +33,7 @@ SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages"}
 
 
 def find_modules(root: Path) -> list[Path]:
-    """Return all Python source files below ``root``, without installed packages, in a stable order."""
+    """Return all Python source files below ``root``, in a fixed order; installed packages are left out."""
     return sorted(_walk(root))
 
 
@@ -44,7 +44,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def choose(modules: list[Path], max_bytes: int, min_bytes: int) -> list[Path]:
-    """Return the longest modules of at least ``min_bytes`` that together stay within ``max_bytes``."""
+    """Return modules of at least ``min_bytes``, longest first, as many as fit into ``max_bytes`` together."""
     chosen, total = [], 0
     for size, path in sorted(((path.stat().st_size, path) for path in modules), reverse=True):
         if size < min_bytes:
@@ -56,12 +56,13 @@ def choose(modules: list[Path], max_bytes: int, min_bytes: int) -> list[Path]:
 
 
 def write_corpus(output: Path, root: Path, modules: list[Path]) -> tuple[int, int]:
-    """Write one JSON line for each module that is valid UTF-8, completely or not at all.
+    """Write one JSON line for each module that is valid UTF-8. The file appears only when it is complete.
 
     Returns:
-        Number of documents and their bytes.
+        The number of documents, and the bytes of all their texts.
     """
-    # --split cuts the documents in their order: modules of one package must not all fall into the same part.
+    # Sorting by a hash mixes the packages. --split gives the last documents of the file to validation and test, which
+    # would otherwise hold the modules of one package only.
     order = sorted(modules, key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest())
     documents = size = 0
     with complete_file(output, "--output") as file:
@@ -69,7 +70,7 @@ def write_corpus(output: Path, root: Path, modules: list[Path]) -> tuple[int, in
             try:
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):
-                continue  # the library's own tests of encodings hold files that are broken on purpose
+                continue  # the library's tests of encodings contain files that are invalid on purpose
             length = len(text.encode())
             row = {"text": text, "name": str(path.relative_to(root)), "bytes": length}
             file.write((json.dumps(row) + "\n").encode())
@@ -83,12 +84,15 @@ def write_corpus(output: Path, root: Path, modules: list[Path]) -> tuple[int, in
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--output", type=Path, required=True, help="JSON lines file to write")
-    parser.add_argument("--root", type=Path, default=Path(sysconfig.get_paths()["stdlib"]),
-                        help="directory to gather from (default: the standard library, %(default)s)")
-    parser.add_argument("--max-bytes", type=int, default=16_000_000, help="size of the corpus (default: %(default)s)")
-    parser.add_argument("--min-bytes", type=int, default=8_000,
-                        help="leave out shorter modules (default: %(default)s)")
+    group = parser.add_argument_group("input and output")
+    group.add_argument("--root", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), metavar="DIR",
+                       help="directory with Python modules (default: the standard library, %(default)s)")
+    group.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="JSON lines file to write")
+    group = parser.add_argument_group("size")
+    group.add_argument("--max-bytes", type=int, default=16_000_000, metavar="N",
+                       help="most bytes of all documents together (default: %(default)s)")
+    group.add_argument("--min-bytes", type=int, default=8_000, metavar="N",
+                       help="leave out modules of fewer bytes (default: %(default)s)")
     return parser
 
 

@@ -1,9 +1,13 @@
 #!/usr/bin/env python3
-"""Continue prompts with a trained model: text from a checkpoint.
+"""Continue prompts with a trained model and print the text.
 
-``generate_text.py --load DIR --prompt "def " --prompt "class "`` reads the model, its configuration and
-its tokenizer from DIR (any layout it was trained under) and prints each prompt with its continuation as it
-comes. ``torchrun --nproc-per-node N tools/generate_text.py ...`` splits the model over N processes.
+Examples (with the checkpoint of examples/quickstart.sh; the second splits the model over two processes):
+
+    python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def " --prompt "class "
+    torchrun --nproc-per-node 2 tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def " --greedy
+
+The checkpoint may come from a training in any layout. Its configuration names the model and the tokenizer. Each prompt
+is printed with its continuation: the first one of a batch token by token, the others when the batch is finished.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def check_lengths(run: Run, prompts: list[list[int]], max_new_tokens: int) -> None:
-    """Check that the longest prompt and its continuation fit the model's learned positions, if it has any.
+    """Refuse prompts that are too long for a model with learned position embeddings.
 
     Raises:
-        ConfigError: they do not fit.
+        ConfigError: the longest prompt and its continuation have more tokens than the model has positions.
     """
     limit = run.model.max_position_embeddings
     longest = max(map(len, prompts))
@@ -42,12 +46,14 @@ def check_lengths(run: Run, prompts: list[list[int]], max_new_tokens: int) -> No
 
 
 class Texts:
-    """Prints the continuations of a batch: the first one as it is generated, the others when all rows have ended.
+    """Print the continuations of a batch: the first prompt's token by token, the others when all rows have ended.
 
     Args:
+        tokenizer: turns token ids into text.
         prompts, tokens: the prompts as text and as token ids.
-        is_first: there was no batch before, so the first prompt needs no separator.
-        shown: this rank prints; the other tensor-parallel ranks only follow which rows have stopped.
+        stop_words: texts that end a continuation.
+        is_first: whether this is the first batch, whose first prompt needs no separator line above it.
+        shown: whether this rank prints. The other tensor-parallel ranks only need to know which rows have stopped.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], tokens: Sequence[Sequence[int]],
@@ -62,7 +68,7 @@ class Texts:
         self._show(0)
 
     def push(self, new: Sequence[int | None]) -> set[int]:
-        """Add a token to each row, None where a row has none; return the rows that have met a stop word."""
+        """Add one token to each row (None: the row has ended); return the rows that have just met a stop word."""
         stopped = set()
         for row, token in enumerate(new):
             if token is not None and not self.stops[row].found:
@@ -73,7 +79,7 @@ class Texts:
         return stopped
 
     def finish(self) -> None:
-        """Print the rest of all rows."""
+        """Print the text of all rows that is not printed yet."""
         for row, (stream, stop) in enumerate(zip(self.streams, self.stops)):
             if not stop.found:
                 self.waiting[row] += stop.push(stream.finish())
@@ -89,7 +95,7 @@ class Texts:
 
 def print_continuations(model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], tokens: Sequence[Sequence[int]],
                         vocab_size: int, arguments: argparse.Namespace, *, is_first: bool, shown: bool) -> None:
-    """Print the prompts of a batch and their continuations."""
+    """Generate the continuations of a batch of prompts and print them."""
     from megatron_sp.inference.sampling import Sampling, generate_batch
 
     sampling = Sampling(0.0 if arguments.greedy else arguments.temperature, arguments.top_k, arguments.top_p)
@@ -109,25 +115,40 @@ def print_continuations(model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--load", type=Path, required=True, help="directory of checkpoints (--save of the training)")
-    parser.add_argument("--ckpt-step", type=int, help="load this iteration instead of the newest")
-    parser.add_argument("--prompt", action="append", required=True, help="text to continue; may be given several times")
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="stop after this many (default: %(default)s)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                        help="end a continuation before this text; may be given several times")
-    parser.add_argument("--batch-size", type=int, default=8,
-                        help="prompts that are continued together (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0,
-                        help="below 1: safer, above 1: bolder, 0: as --greedy (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the K most probable tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=1.0,
-                        help="draw among the most probable tokens that sum to P (default: %(default)s)")
-    parser.add_argument("--greedy", action="store_true", help="always take the most probable token")
-    parser.add_argument("--seed", type=int, default=1234, help="of the draws, for each prompt (default: %(default)s)")
-    parser.add_argument("--ignore-eod", action="store_true", help="go on after the end of a document")
-    parser.add_argument("--no-cache", action="store_true", help="read the whole text again for every token (slow)")
+    group = parser.add_argument_group("model and tokenizer")
+    group.add_argument("--load", type=Path, required=True, metavar="DIR",
+                       help="directory with checkpoints (--save of the training)")
+    group.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
     for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
-        parser.add_argument(flag, help="where the tokenizer is now (default: where it was in training)")
+        group.add_argument(flag, metavar="PATH",
+                           help=f"where this tokenizer file is now (default: {flag} of the training)")
+    group = parser.add_argument_group("text")
+    group.add_argument("--prompt", action="append", required=True, metavar="TEXT",
+                       help="text to continue; may be given several times")
+    group.add_argument("--max-new-tokens", type=int, default=100, metavar="N",
+                       help="most tokens to add to each prompt (default: %(default)s)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                       help="end a continuation just before this text; may be given several times")
+    group.add_argument("--ignore-eod", action="store_true",
+                       help="keep generating after an end-of-document token (default: end the continuation there)")
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=1.0, metavar="T",
+                       help="divide the logits by T before the softmax; lower values favour probable tokens, 0 means "
+                            "--greedy (default: %(default)s)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K",
+                       help="sample only from the K most probable tokens (default: all tokens)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P",
+                       help="sample only from the fewest most probable tokens whose probabilities sum to P or more "
+                            "(default: %(default)s)")
+    group.add_argument("--greedy", action="store_true", help="always take the most probable token")
+    group.add_argument("--seed", type=int, default=1234, metavar="N",
+                       help="seed of the sampling; a prompt's text does not depend on the other prompts "
+                            "(default: %(default)s)")
+    group = parser.add_argument_group("running")
+    group.add_argument("--batch-size", type=int, default=8, metavar="N",
+                       help="prompts that are continued at the same time (default: %(default)s)")
+    group.add_argument("--no-cache", action="store_true",
+                       help="compute the whole text again for every token, without a key/value cache (slow)")
     return parser
 
 
@@ -148,7 +169,8 @@ def main(argv: list[str]) -> None:
     moved = {name: value for name in ("tokenizer_model", "vocab_file", "merge_file")
              if (value := getattr(arguments, name))}
     run = replace(run, data=replace(run.data, **moved))
-    Sampling(arguments.temperature, arguments.top_k, arguments.top_p)  # refuses wrong values before the model is read
+    # Called here to refuse wrong values before the model is loaded.
+    Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     tokenizer = choose_tokenizer(run)
     prompts = [tokenizer.encode(prompt) for prompt in arguments.prompt]
     if not all(prompts):

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Run a command, and print how long it took and the peak resident memory of each process that it started.
+"""Run a command, then print how long it took and the peak resident memory of each process that it started.
+
+Examples:
 
     python tools/peak_memory.py -- python pretrain_gpt.py FLAGS
     python tools/peak_memory.py --least 200 -- torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS
 
-Works on Linux, whose kernel records the most memory that a process has had, so a short peak is not missed. Only
-processes whose command line contains the word of ``--match`` count, without torchrun itself.
+The tool shows only processes whose command line contains the word of --match, and never torchrun itself. It needs
+Linux: there the kernel records the peak of each process, so the tool does not miss a short one between two readings.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 from pathlib import Path
 
 PROC = Path("/proc")
-#: Seconds between readings. What a process gains after the last reading before its end is missed.
+#: Seconds between two readings of the kernel's record. A higher peak after the last reading of a process is missed.
 INTERVAL = 0.05
 
 
@@ -51,10 +53,11 @@ def command_line(pid: int) -> str:
 
 
 def watch(command: list[str], match: str) -> tuple[int, float, list[int]]:
-    """Run a command to its end.
+    """Run a command to its end and record the peak memory of its processes.
 
     Returns:
-        exit status, seconds, and the peak bytes of each process whose command line contains ``match``, largest first
+        The exit status, the seconds, and the peak resident bytes of each process whose command line contains ``match``,
+        largest first.
     """
     started, peaks, matching = time.monotonic(), dict[int, int](), dict[int, bool]()
     with subprocess.Popen(command) as process:
@@ -62,7 +65,7 @@ def watch(command: list[str], match: str) -> tuple[int, float, list[int]]:
             for pid in process_tree(process.pid):
                 peaks[pid] = max(peaks.get(pid, 0), peak_resident(pid))
                 line = command_line(pid)
-                if line:  # it changes once, when the fork becomes the program
+                if line:  # read again: a forked child has its parent's command line until it starts its own program
                     matching[pid] = match in line and "torch.distributed.run" not in line
             time.sleep(INTERVAL)
     seconds = time.monotonic() - started
@@ -70,11 +73,16 @@ def watch(command: list[str], match: str) -> tuple[int, float, list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--match", default="pretrain_gpt.py", help="word of the command line (default: %(default)s)")
-    parser.add_argument("--least", type=float, default=0.0, metavar="MIB", help="leave out smaller processes")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("command", nargs="+", metavar="-- COMMAND")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     usage="peak_memory.py [--match WORD] [--least MIB] [--json FILE] -- COMMAND")
+    group = parser.add_argument_group("what to run and to measure")
+    group.add_argument("command", nargs="+", metavar="COMMAND", help="program to run and its arguments, after --")
+    group.add_argument("--match", default="pretrain_gpt.py", metavar="WORD",
+                       help="measure processes whose command line contains this word (default: %(default)s)")
+    group.add_argument("--least", type=float, default=0.0, metavar="MIB",
+                       help="leave out processes with a lower peak (default: %(default)g)")
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", type=Path, metavar="FILE", help="also write the seconds and the peaks (bytes) here")
     arguments = parser.parse_args()
     code, seconds, peaks = watch(arguments.command, arguments.match)
     peaks = [peak for peak in peaks if peak >= arguments.least * 2**20]

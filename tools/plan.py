@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Find a layout and memory techniques for a model on given devices, and write the launch script.
+"""Find a layout and memory techniques for a model on given devices, and write a launch script for them.
 
-Give it the flags of the model, the sequence and the batch that pretrain_gpt.py takes; the layout and the memory
-techniques are what it looks for. It needs no GPU, data or tokenizer, and prints the best plans with predicted memory,
-step time and MFU, and why the first one is first. docs/how-to/plan-a-run.md states the model behind the figures.
+Give the tool pretrain_gpt.py's flags of the model, the sequence and the batch, and leave out those of the layout and of
+the memory techniques: these it finds. It prints the best plans with their predicted memory, step time and MFU, and says
+why the first plan is best. It needs no GPU, data or tokenizer. docs/how-to/plan-a-run.md explains the predictions.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ examples:
   python tools/plan.py --devices 8 --device A100-40 --fastest --model-preset llama3-8b --seq-length 131072 --bf16
   python tools/plan.py --devices 8 --device H100 --max-seq-length --model-preset llama3-8b --bf16 --output launch.sh
 """
-#: What a plan needs and does not depend on, so that users need not type it.
+#: Flags that every run must have but that change no plan; the tool adds them, so users need not type them.
 FILLED_IN = {"--lr": "1e-4", "--train-iters": "1", "--global-batch-size": "1", "--seq-length": "4096",
              "--vocab-size": "128256"}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of this tool's own flags; all others belong to the run."""
+    """Return the parser of this tool's own flags. All other flags describe the run, as for pretrain_gpt.py."""
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="plan.py --devices N --device NAME (--fastest | --max-seq-length) "
@@ -63,10 +63,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_base(words: list[str]) -> Run:
-    """Return the run that the flags describe, on one process, with vocabulary sizes.
+    """Return the run that the flags describe, on one process and with its vocabulary sizes filled in.
+
+    Args:
+        words: the flags of the run.
 
     Raises:
-        ConfigError: flags of the run that are wrong.
+        ConfigError: some of these flags are wrong.
     """
     given = {word.split("=", 1)[0].replace("_", "-") for word in words}
     filled = [part for flag, value in FILLED_IN.items() if flag not in given and not (
@@ -78,7 +81,7 @@ def read_base(words: list[str]) -> Run:
 
 
 def table(plans: list[Candidate], device: Device) -> str:
-    """Return the plans as an aligned table."""
+    """Return the plans as text: a table with one line for each plan, and a note on the memory limit."""
     lines = [f"{'':>2} {'tokens':>11} {'memory GiB':>11} {'host GiB':>9} {'step s':>9} {'MFU':>5}  flags"]
     lines += [f"{number:>2} {plan.length:>11,} {plan.memory.total / GIB:>11.1f} {plan.memory.host / GIB:>9.1f} "
               f"{plan.time.total:>9.3g} "
@@ -89,7 +92,7 @@ def table(plans: list[Candidate], device: Device) -> str:
 
 
 def launch_script(plan: Candidate, words: list[str], devices_per_node: int) -> str:
-    """Return a script that starts the plan on one node, or the settings of examples/slurm_pretrain.sh for several."""
+    """Return a script that starts the plan on one node, or the SETTINGS of examples/slurm_pretrain.sh for several."""
     length = ["--seq-length", str(plan.length)]
     kept = _without(words, {"--seq-length", "--max-position-embeddings"})
     model = [*kept, *length, "--max-position-embeddings", str(plan.length)]
@@ -107,7 +110,7 @@ def launch_script(plan: Candidate, words: list[str], devices_per_node: int) -> s
 
 
 def _without(words: list[str], flags: set[str]) -> list[str]:
-    """Return the words without these flags and their single values."""
+    """Return the command line without these flags, each of which takes one value."""
     kept, skip = [], False
     for word in words:
         name = word.split("=", 1)[0].replace("_", "-")
@@ -121,7 +124,7 @@ def _without(words: list[str], flags: set[str]) -> list[str]:
 
 
 def draw(plan: Candidate, device: Device, output: Path) -> None:
-    """Draw the predicted memory of a plan by component over the sequence length."""
+    """Draw how the predicted memory of a plan, split into components, grows with the sequence length."""
     try:
         import matplotlib
     except ImportError:

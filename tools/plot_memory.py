@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Draw planned memory by component over sequence length, or set the plan beside published measurements.
+"""Draw how planned memory grows with the sequence length, or compare the plan with published measurements.
 
-Examples (the first two lines make the picture and the Markdown table of docs/background/memory.md):
+Examples (the first two make the picture and the Markdown table of docs/background/memory.md):
 
     python tools/plot_memory.py
     python tools/plot_memory.py --published
     python tools/plot_memory.py --gpus 16 --limit 40 --output memory_16.png
 
-Needs no torch: see ``megatron_sp.plan.memory``.
+The figures come from ``megatron_sp.plan.memory``, which needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GPT_7B = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-si
 FULL = "--recompute-granularity full "
 TILED, OFFLOAD = "--mlp-tile-size 4096 ", "--offload-activations "
 HEADS = 32  # query heads of LLAMA_8B
-#: The panels of the picture.
+#: Title and flags of each panel of the picture; each panel adds one technique to the one before.
 PANELS = {
     "no technique (loss in one tile)": "--loss-tile-size {s} ",
     "tiled loss": "",
@@ -62,11 +62,16 @@ class Published:
     """A measurement of another system's run (ALST, arXiv 2506.13996, recipes; DeepSpeed-Ulysses, arXiv 2309.14509).
 
     Attributes:
-        peak: GiB measured on a device, or the GiB of the device where only "it ran" is known.
+        name: model, devices and techniques, for the table.
+        flags: our flags for the same run.
+        tokens: sequence length.
+        gpus: number of devices.
+        peak: measured peak memory of a device in GiB. Where the source only says that the run worked, the memory that
+            the device has.
         measured: whether ``peak`` is a measurement.
-        kernels: it used a fused SwiGLU, which holds 4 and not 6 widths f at a time.
-        whole_logits: its loss was not tiled; it held 14 bytes a logit, ours holds 6.
-        offload: optimizer on the host; whether the bf16 weights too, the source does not say.
+        kernels: whether the run used a fused SwiGLU, which holds 4 activations of the feed-forward width instead of 6.
+        whole_logits: whether its loss was not tiled; it then held 14 bytes for each logit, where ours holds 6.
+        offload: whether the optimizer states were in host memory. The source does not say where the bf16 weights were.
     """
 
     name: str
@@ -101,21 +106,26 @@ PUBLISHED = (
 
 
 def head_groups(gpus: int) -> int:
-    """Return the number of head groups in the last panel: 4, or fewer where a rank has fewer heads of LLAMA_8B."""
+    """Return the number of head groups in the last panel: 4, or all heads of a rank where it has fewer than 4."""
     return min(4, max(1, HEADS // gpus))
 
 
-def configuration(flags: str, tokens: int, gpus: int) -> Run:
-    """Return a resolved run whose length is rounded down to a multiple of the devices."""
+def resolved_run(flags: str, tokens: int, gpus: int) -> Run:
+    """Return the run of these flags with Ulysses over ``gpus`` devices; the length is rounded down to 64 x ``gpus``."""
     tokens = tokens // (gpus * 64) * gpus * 64
     text = COMMON + flags.format(s=tokens, groups=head_groups(gpus)) + f"--seq-length {tokens} --ulysses-size {gpus} "
     run = load_run(text.split(), gpus, files=False)[0]
     return with_vocab(run, run.model.vocab_size)
 
 
-def as_theirs(case: Published) -> tuple[float, float, float]:
-    """Return GiB of our plan, of our plan with what their system holds instead, and with bf16 weights on the device."""
-    run = configuration(case.flags, case.tokens, case.gpus)
+def planned_gib(case: Published) -> tuple[float, float, float]:
+    """Plan the memory of a published run on each device, in GiB, under three assumptions.
+
+    Returns:
+        The plan for our system; the plan for a system that stores tensors as the published one does (``Published``);
+        the latter plus a shard of bf16 weights on the device, where the source leaves their place open.
+    """
+    run = resolved_run(case.flags, case.tokens, case.gpus)
     plan = predict(run, device="gpu")
     parts, tokens = plan.components, run.data.seq_length // case.gpus
     theirs = float(plan.total)
@@ -135,7 +145,7 @@ def published_table() -> str:
     lines = ["| run | tokens | published | our plan | as they hold it | error | weights on the device | error |",
              "|---|---|---|---|---|---|---|---|"]
     for case in PUBLISHED:
-        ours, *theirs = as_theirs(case)
+        ours, *theirs = planned_gib(case)
         shown = f"{case.peak:.1f} GiB" if case.measured else f"ran in {case.peak:.0f}"
         cells = [f"{value:.1f} | " + (f"{value / case.peak - 1:+.1%}" if case.measured else
                                       "fits" if value <= case.peak else "does not fit") for value in theirs]
@@ -144,12 +154,12 @@ def published_table() -> str:
 
 
 def draw(gpus: int, limit: float, output: Path) -> None:
-    """Draw stacked components over length, one panel for each set of techniques."""
+    """Draw the components of planned memory, stacked, over the sequence length: one panel for each of ``PANELS``."""
     pyplot = load_pyplot()
     figure, grid = pyplot.subplots(2, 3, figsize=(13, 7), sharey=True)
     per_gpu = [1024 * 2**power for power in range(0, 11)]
     for axes, (title, flags) in zip(grid.flat, PANELS.items()):
-        plans = [predict(configuration(LLAMA_8B + flags, tokens * gpus, gpus), device="gpu") for tokens in per_gpu]
+        plans = [predict(resolved_run(LLAMA_8B + flags, tokens * gpus, gpus), device="gpu") for tokens in per_gpu]
         x = [tokens * gpus / 1024 for tokens in per_gpu]
         stacks = [[plan.components[name] / GIB for plan in plans] for name in reversed(COMPONENTS)]
         axes.stackplot(x, stacks, colors=COLOURS[::-1], labels=list(reversed(COMPONENTS)))
@@ -174,11 +184,11 @@ def draw(gpus: int, limit: float, output: Path) -> None:
 
 
 def longest_length(flags: str, gpus: int, limit: float) -> int:
-    """Return the tokens of the longest sequence whose plan fits into 0.93 of the limit; the rest is fragmentation."""
+    """Return the longest sequence, in tokens, whose plan fits into 93% of the limit. 7% are left for fragmentation."""
     low, high = 0, 1 << 26
     while high - low > gpus * 1024:
         middle = (low + high) // 2
-        fits = predict(configuration(LLAMA_8B + flags, max(middle, gpus * 64), gpus), device="gpu").total <= (
+        fits = predict(resolved_run(LLAMA_8B + flags, max(middle, gpus * 64), gpus), device="gpu").total <= (
             0.93 * limit * GIB)
         low, high = (middle, high) if fits else (low, middle)
     return low
@@ -189,13 +199,13 @@ def build_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     group = parser.add_argument_group("devices")
     group.add_argument("--gpus", type=int, default=8, metavar="N",
-                       help=f"devices that share a sequence, at most {HEADS}: the heads (default: %(default)s)")
+                       help=f"devices that share a sequence, from 1 to {HEADS} (default: %(default)s)")
     group.add_argument("--limit", type=float, default=80.0, metavar="GIB",
                        help="memory of a device (default: %(default)g)")
     group = parser.add_argument_group("output")
     group.add_argument("--output", type=Path, default=CHECKOUT / "docs/images/memory.png", metavar="FILE.png",
                        help="picture to write (default: docs/images/memory.png)")
-    group.add_argument("--published", action="store_true", help="print the table of published measurements instead")
+    group.add_argument("--published", action="store_true", help="print the table of published measurements only")
     return parser
 
 

@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""Draw one or several runs from their metrics.jsonl to a PNG, and print a short summary of each.
+"""Draw the loss, learning rate, gradient norm and speed of one or several runs, and print a summary of each.
 
-A run is given by its metrics.jsonl or by the directory that holds it, and may be named. Example:
+Example:
 
     python tools/plot_run.py runs/a "long context=runs/b" --output ab.png
+
+A run is named by its file metrics.jsonl or by the directory that holds the file. NAME= before it sets its name in the
+picture.
 """
 
 from __future__ import annotations
@@ -32,18 +35,18 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """The records of one run in order of iteration, each iteration once."""
+    """The metrics of one run: a name for the legend, and one record for each iteration, in order."""
 
     name: str
     records: list[dict[str, Any]]
 
     def series(self, key: str, x: str = "consumed_tokens") -> list[Point]:
-        """Return (x, value) of the records that hold a finite number under ``key``."""
+        """Return a point (record[x], record[key]) for each record in which both are finite numbers."""
         return [(record[x], record[key]) for record in self.records
                 if _is_finite(record.get(key)) and _is_finite(record.get(x))]
 
     def validation_sets(self) -> list[str]:
-        """Return the keys of the validation losses: the mean or the only one first, then the named ones."""
+        """Return the keys of the validation losses: ``valid_loss`` first, then ``valid_loss/NAME`` of named sets."""
         found = {key for record in self.records for key, value in record.items()
                  if key.partition("/")[0] == "valid_loss" and _is_finite(value)}
         return sorted(found)
@@ -54,7 +57,10 @@ def _is_finite(value: object) -> bool:
 
 
 def read_run(argument: str) -> RunMetrics:
-    """Read ``[NAME=]PATH``.
+    """Read the metrics of a run.
+
+    Args:
+        argument: ``[NAME=]PATH``; the path is a metrics file or its directory.
 
     Raises:
         DataError: there is no such file, or it holds no metrics.
@@ -71,12 +77,12 @@ def read_run(argument: str) -> RunMetrics:
         raise DataError(f"{path} holds no metrics: no line is a JSON object with an iteration; give the {NAME} of a "
                         "run that has logged something")
     by_iteration: dict[int, dict[str, Any]] = {}
-    for row in rows:  # a training step and an evaluation are two rows of one iteration
+    for row in rows:  # a training step and an evaluation of the same iteration are two rows: merge them
         by_iteration.setdefault(row["iteration"], {}).update(row)
     records = [by_iteration[iteration] for iteration in sorted(by_iteration)]
     per_sample = max((row["consumed_tokens"] / row["consumed_samples"] for row in records
                       if row.get("consumed_tokens") and row.get("consumed_samples")), default=0)
-    for row in records:  # an evaluation between two logged steps does not say how many tokens went before
+    for row in records:  # the row of an evaluation has no token count: compute it from the samples
         row.setdefault("consumed_tokens", (row.get("consumed_samples") or 0) * per_sample)
     return RunMetrics(name if separator else path.parent.name or path.stem, records)
 
@@ -91,7 +97,7 @@ def smooth(points: list[Point], window: int) -> list[Point]:
 
 
 def summary(run: RunMetrics, references: list[tuple[str, float]]) -> list[str]:
-    """Return a few lines that say how the run went."""
+    """Return lines with the iterations and tokens of a run, its first and last losses, and its median speed."""
     loss = run.series("lm_loss")
     speed = sorted(value for _, value in run.series("tokens_per_s"))
     last = run.records[-1]
@@ -113,9 +119,11 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", lo
     """Draw loss, learning rate, gradient norm and speed of ``runs`` to the PNG ``output``.
 
     Args:
-        x: key of the horizontal axis.
-        log_x: draw the loss over a logarithmic horizontal axis and show its first fall too.
-        window: points to smooth the training loss over; 0: a 25th of the run.
+        runs: their order decides the colours.
+        output: the PNG.
+        x: key of the records that the horizontal axis shows.
+        log_x: whether the axis below the loss is logarithmic; the loss axis then also shows the steep first fall.
+        window: number of points to average the training loss over; 0 means a 25th of the run.
         references: named losses to draw as horizontal lines.
 
     Raises:
@@ -127,7 +135,7 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", lo
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
     (loss, rate), (norm, speed) = axes
     for index, run in enumerate(runs):
-        # Later runs are drawn over earlier ones with a thinner line, so that equal curves are all seen.
+        # Each run has a thinner line than the one below it, so that curves which coincide can all be seen.
         width = 1.5 + 2.5 * (len(runs) - 1 - index) / max(1, len(runs) - 1) * (len(runs) > 1)
         _draw_loss(loss, run, f"C{index}", x, window, width, each_step=len(runs) == 1)
         for axis, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_s")):
@@ -148,7 +156,7 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", lo
     rate.set_ylim(bottom=0)
     speed.set_ylim(bottom=0)
     if not log_x:
-        _leave_out_the_first_fall(loss, runs, x, [value for _, value in references or []])
+        _limit_loss_axis(loss, runs, x, [value for _, value in references or []])
     # Below the panels, where it hides no data however many runs there are.
     handles, names = loss.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=min(3, len(names)), frameon=False, fontsize=9)
@@ -156,10 +164,11 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", lo
     save_picture(figure, output)
 
 
-def _leave_out_the_first_fall(axis: Axes, runs: list[RunMetrics], x: str, references: list[float]) -> None:
-    """Let the axis of the loss begin above where most of each run is, so that its second half is not squeezed.
+def _limit_loss_axis(axis: Axes, runs: list[RunMetrics], x: str, references: list[float]) -> None:
+    """Fit the loss axis to the values after the first tenth of each run.
 
-    The loss of the first steps falls from the logarithm of the vocabulary size, far above all later values.
+    In the first steps the loss falls from the logarithm of the vocabulary size. An axis that showed this fall would
+    squeeze all later values into a thin band.
     """
     later = [value for run in runs for key in ("lm_loss", *run.validation_sets())
              for value in [value for _, value in run.series(key, x)][len(run.series(key, x)) // 10:]]
@@ -205,17 +214,20 @@ def _reference(text: str) -> tuple[str, float]:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="metrics.jsonl, or the directory that holds it")
-    parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
-    parser.add_argument("--x", default="consumed_tokens", choices=("consumed_tokens", "consumed_samples", "iteration"),
-                        help="horizontal axis (default: %(default)s)")
-    parser.add_argument("--log-x", action="store_true",
-                        help="draw the loss over a logarithmic axis and show its first fall too")
-    parser.add_argument("--smooth", type=int, default=0, metavar="N",
-                        help="smooth the training loss over N points (default: a 25th of the run)")
-    parser.add_argument("--reference", type=_reference, action="append", default=[], metavar="NAME=LOSS",
-                        help="also draw and print this loss; may be given several times")
-    parser.add_argument("--title", default="", help="title of the picture (default: the names of the runs)")
+    group = parser.add_argument_group("input and output")
+    group.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="metrics.jsonl, or the directory that holds it")
+    group.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to write")
+    group = parser.add_argument_group("picture")
+    group.add_argument("--x", default="consumed_tokens", choices=("consumed_tokens", "consumed_samples", "iteration"),
+                       help="what the horizontal axes show (default: %(default)s)")
+    group.add_argument("--log-x", action="store_true",
+                       help="make the axis below the loss logarithmic and show the first steps too")
+    group.add_argument("--smooth", type=int, default=0, metavar="N",
+                       help="draw the training loss as the mean of N points (default: a 25th of the run)")
+    group.add_argument("--reference", type=_reference, action="append", default=[], metavar="NAME=LOSS",
+                       help="draw a horizontal line at this loss and print it; may be given several times")
+    group.add_argument("--title", default="", metavar="TEXT",
+                       help="title of the picture (default: the names of the runs)")
     return parser
 
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Draw a pipeline schedule and its bubble: which rank computes what and when, as text and as a PNG.
+"""Draw a pipeline schedule: which rank computes which microbatch when, and how large the bubble is.
 
 Example:
 
     python tools/plot_schedule.py --pp 4 --microbatches 8 --schedule interleaved --output schedule.png
 
-The order of the actions is the one that training runs. An action starts as soon as its rank is free and its inputs have
-been computed; communication takes no time. A rank's forward of one microbatch takes 1 unit, its backward 2 units: 1 for
-the gradient of the input and 1 for the gradient of the weights. The bubble is the share of time in which ranks wait.
+The schedule is printed as text, and with --output drawn as a picture. The order of actions on each rank is that of the
+training. The times are a model: an action starts as soon as its rank is free and its inputs have been computed, and
+communication takes no time. A rank's forward of one microbatch takes 1 unit. Its backward takes 2 units, 1 for the
+gradient of the input and 1 for the gradient of the weights. The bubble is the share of time in which ranks wait.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from megatron_sp.layout.schedules import SCHEDULES, takes_microbatches  # noqa: 
 from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
-#: Kind -> duration in units of a rank's whole forward, for one stage per rank; colour.
+#: For each kind of action: how long it takes with one stage per rank, in units of a forward, and its colour.
 KINDS = {"F": (1.0, "#7aa6d6"), "B": (2.0, "#e6a267"), "I": (1.0, "#c59fd6"), "W": (1.0, "#8cc084")}
 NAMES = {"F": "forward", "B": "backward (both gradients)", "I": "gradient of the input",
          "W": "gradient of the weights"}
-#: Stages per rank that a schedule takes.
+#: Numbers of stages per rank that each schedule allows.
 STAGES = {"1f1b": (1,), "interleaved": tuple(range(2, 33)), "zero-bubble": tuple(range(1, 33)), "zbv": (2,),
           "dualpipev": (2,)}
 
 
 @dataclass(frozen=True)
 class Action:
-    """One computation of one stage for one microbatch, with its time."""
+    """One computation of a stage for a microbatch, with its start and end in units of a rank's forward."""
 
     rank: int
     kind: str
@@ -47,11 +48,11 @@ class Action:
     end: float
 
 
-Step = tuple[str, int, int]  # kind, stage, microbatch
+Step = tuple[str, int, int]  # kind of action, stage, microbatch
 
 
 def order_of(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Step]]:
-    """Return what each rank computes, in the order of training."""
+    """Return the steps of each rank in the order in which the training computes them."""
     from megatron_sp.parallel.pipeline import schedule_order
 
     return schedule_order(schedule, pp, stages_per_rank, microbatches)
@@ -69,7 +70,7 @@ def needs(step: Step, last_stage: int) -> list[Step]:
 
 
 def simulate(orders: list[list[Step]], stages_per_rank: int) -> list[Action]:
-    """Return every step with the time at which it starts and ends."""
+    """Return an action for every step, with the earliest start and end that the orders of the ranks allow."""
     last_stage = max(stage for order in orders for _, stage, _ in order)
     ends: dict[Step, float] = {}
     free, position = [0.0] * len(orders), [0] * len(orders)
@@ -79,7 +80,8 @@ def simulate(orders: list[list[Step]], stages_per_rank: int) -> list[Action]:
         for rank, order in enumerate(orders):
             while position[rank] < len(order):
                 step = order[position[rank]]
-                # The gradient of a stage's input exists after its backward (B), or after the first half of it (I).
+                # A step waits for the input gradient of the next stage. That stage computes it in its whole backward
+                # (B), or, where the schedule splits the backward, in the first half of it (I).
                 ready = [ends.get(need, ends.get(("I", *need[1:]))) if need[0] == "B" else ends.get(need)
                          for need in needs(step, last_stage)]
                 if any(end is None for end in ready):
@@ -95,16 +97,16 @@ def simulate(orders: list[list[Step]], stages_per_rank: int) -> list[Action]:
 
 
 def bubble(actions: list[Action]) -> float:
-    """Return the share of the ranks' time in which they wait."""
+    """Return the bubble: the share of the ranks' time in which they wait, from 0 to 1."""
     busy = sum(action.end - action.start for action in actions)
     ranks = max(action.rank for action in actions) + 1
     return 1 - busy / (ranks * max(action.end for action in actions))
 
 
 def as_text(actions: list[Action], stages_per_rank: int) -> str:
-    """Return one line for each rank and one column for each unit of a stage's forward.
+    """Return the schedule as text: a line for each rank, a column for the time that a stage's forward takes.
 
-    Lower-case letters are a rank's first stage, capital letters its later ones.
+    Actions of a rank's first stage are lower-case letters, those of its later stages capital letters.
     """
     unit = 1 / stages_per_rank
     width = max(len(str(action.microbatch)) for action in actions) + 2
@@ -123,7 +125,7 @@ def as_text(actions: list[Action], stages_per_rank: int) -> str:
 
 
 def plot(actions: list[Action], title: str, path: Path) -> None:
-    """Write the picture: a row for each rank, a bar for each action."""
+    """Write the schedule as a PNG with a row for each rank and a bar for each action."""
     pyplot = load_pyplot()
     from matplotlib.patches import Patch
 
@@ -137,7 +139,7 @@ def plot(actions: list[Action], title: str, path: Path) -> None:
     numbered = True
     for action in actions:
         place, length = stages[action.rank].index(action.stage), action.end - action.start
-        shade = 1.0 - 0.45 * place / max(1, len(stages[action.rank]) - 1)  # a rank's later stages are paler
+        shade = 1.0 - 0.45 * place / max(1, len(stages[action.rank]) - 1)  # the later stages of a rank are paler
         axes.barh(action.rank, length, left=action.start, height=0.9, color=KINDS[action.kind][1], alpha=shade,
                   edgecolor="white", linewidth=0.8)
         size = min(8.0, 72 * length / end * drawn_width / (0.75 * digits))  # points, so that numbers do not overlap

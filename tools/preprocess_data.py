@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Tokenize jsonl files into the token sets that pretrain_gpt.py reads.
+"""Tokenize JSON lines files into the token files that pretrain_gpt.py reads.
 
-Example (writes data/corpus_text_document.bin and .idx, byte for byte what Megatron's tool writes):
+Example (writes data/corpus_text_document.bin and .idx, with the same bytes as Megatron's tool):
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
@@ -28,14 +28,15 @@ from megatron_sp.data.json_lines import find_inputs  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.runtime import keep_tokenizers_single_threaded, run_program  # noqa: E402
 
-# Spellings people bring (after "_" became "-").
+#: Spellings of other tools for flags of this one, after "_" was replaced by "-".
 ALIASES = {"--vocab": "--vocab-file", "--json-key": "--json-keys", "--tokenizer-name-or-path": "--tokenizer-model",
            "--merges-file": "--merge-file"}
-# Flags of other tools that change nothing here; the number of values each takes.
+#: Flags of other tools that are accepted and have no effect here, with the number of their values.
 HINTS = {"--dataset-impl": 1, "--chunk-size": 1, "--find-optimal-num-workers": 0, "--workers-to-check": "+",
          "--seq-length": 1, "--no-new-tokens": 0, "--output-result-total-token-info": 0, "--load": 1,
          "--keep-sequential-samples": 0, "--make-vocab-size-divisible-by": 1, "--tensor-model-parallel-size": 1,
          "--padded-vocab-size": 1, "--rank": 1}
+#: Flags of other tools that would change the result and are not supported, with the reason or the alternative.
 REFUSED = {"--split-sentences": "sentences are not split; that is for BERT and T5, which are not trained here",
            "--keep-newlines": "it belongs to --split-sentences, which is not supported",
            "--lang": "it belongs to --split-sentences, which is not supported",
@@ -48,7 +49,7 @@ REFUSED = {"--split-sentences": "sentences are not split; that is for BERT and T
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports mistakes the way the rest of the project does."""
+    """A parser that raises ConfigError at a mistake, where argparse would print a message of its own and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -58,45 +59,47 @@ def build_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("input and output")
     group.add_argument("--input", nargs="+", required=True, metavar="FILE",
-                       help="jsonl or jsonl.gz files or quoted patterns, one JSON object a line")
+                       help=".jsonl or .jsonl.gz files with one JSON object on each line; a quoted pattern such as "
+                            "'data/*.jsonl' is expanded")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX",
-                       help="results are PREFIX_KEY_document.bin and .idx")
+                       help="path to which _KEY_document.bin and .idx are added to name the output files")
     group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY",
-                       help="keys to tokenize, one token set each (default: text)")
+                       help="keys of the JSON objects to tokenize, into one pair of files for each key (default: text)")
     group.add_argument("--append-eod", action="store_true",
                        help="end every document with the end-of-document token (recommended)")
     group.add_argument("--on-error", choices=("stop", "skip"), default="stop",
-                       help="bad line: stop with its file and number (default), or skip and count it")
+                       help="at a bad line: stop and name it (default), or skip it and count the skipped lines")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", default=Data().tokenizer_type, metavar="TYPE",
-                       help="as for pretrain_gpt.py (default: %(default)s)")
+                       help="type of tokenizer, as for pretrain_gpt.py (default: %(default)s)")
     group.add_argument("--vocab-file", default="", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", default="", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument("--tokenizer-model", default="", metavar="PATH",
-                       help="SentencePiece .model file or Hugging Face directory")
+                       help="SentencePiece .model file, or directory of a Hugging Face tokenizer")
     group.add_argument("--vocab-size", type=int, default=0, metavar="N", help="vocabulary size of NullTokenizer")
     group.add_argument("--parse-special-tokens", action="store_true",
-                       help="let special tokens that are spelled in a text, such as <s>, become their ids; by default "
-                            "they are plain text (Hugging Face tokenizers only)")
-    group.add_argument("--trust-remote-code", action="store_true", help="let a Hugging Face tokenizer run its own code")
+                       help="encode the spelling of a special token in a text, such as <s>, as that token; by default "
+                            "it is plain text (Hugging Face tokenizers only)")
+    group.add_argument("--trust-remote-code", action="store_true",
+                       help="let a Hugging Face tokenizer run the Python code in its directory")
     group = parser.add_argument_group("running")
     group.add_argument("--workers", type=int, default=0, metavar="N",
-                       help="processes that tokenize; the output does not depend on it (default: all cores)")
+                       help="processes that tokenize; the output is the same for any number (default: one per core)")
     group.add_argument("--partitions", type=int, default=1, metavar="N",
-                       help="accepted; the output is one token set in input order all the same")
+                       help="accepted without effect: the output is always one pair of files in input order")
     group.add_argument("--log-interval", type=int, default=1000, metavar="N",
-                       help="documents between updates of the figures beside the progress bar (default: 1000)")
-    for name, count in HINTS.items():  # accepted without effect, so not shown
+                       help="update the counts beside the progress bar after this many documents (default: 1000)")
+    for name, count in HINTS.items():  # --help does not show flags without effect
         nargs = {"nargs": count} if count else {"action": "store_true"}
         parser.add_argument(name, dest="hint" + name, help=argparse.SUPPRESS, default=None, **nargs)  # type: ignore[arg-type]
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The checked command line.
+    """Parse and check the command line.
 
     Raises:
-        ConfigError: everything that is wrong with it.
+        ConfigError: the command line is wrong; the error lists all mistakes.
     """
     problems = []
     words = []
@@ -145,14 +148,14 @@ def main(argv: list[str]) -> int:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
-    """Leave by an exception, once: what is cleaned up on its way is not interrupted again."""
+    """Raise KeyboardInterrupt at the first signal and ignore later ones, so that they do not interrupt the clean-up."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
 
 
 def run(arguments: argparse.Namespace, paths: list[str]) -> int:
-    """Preprocess and report."""
+    """Preprocess the files, print a report and return the exit code."""
     from megatron_sp.data.preprocess import EncodedBatch, Job, Summary, preprocess
     from megatron_sp.progress import progress_bar
 
@@ -163,7 +166,7 @@ def run(arguments: argparse.Namespace, paths: list[str]) -> int:
     job = Job(data, arguments.vocab_size, tuple(arguments.json_keys), arguments.append_eod,
               arguments.on_error == "skip", arguments.parse_special_tokens)
     size = sum(os.path.getsize(path) for path in paths)
-    # Starting processes takes longer than reading a small input.
+    # For less than 1 MiB of input, starting processes takes longer than tokenizing in this one.
     workers = arguments.workers or (_cores() if size > 1 << 20 else 1)
     print(f"reading {len(paths)} file{'s' * (len(paths) > 1)}, {size / 1e6:,.1f} MB, with {workers} "
           f"process{'es' * (workers > 1)}", flush=True)
@@ -187,12 +190,12 @@ def run(arguments: argparse.Namespace, paths: list[str]) -> int:
 
 
 def _cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def report(summary: object, arguments: argparse.Namespace, seconds: float) -> None:
-    """Print the summary of ``preprocess``."""
+    """Print the totals of ``preprocess``, and warnings about data that training would suffer from."""
     from megatron_sp.data.preprocess import Summary
 
     assert isinstance(summary, Summary)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Train a SentencePiece tokenizer (BPE, byte fallback, end-of-document token) on JSON lines.
 
-Decoding an encoded text gives the text back, with all its blanks and line ends. All text is used: nothing is sampled,
-and long lines are not dropped. Memory grows with the number of different words, not with the size of the corpus.
-
 Example:
 
     python tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.model --vocab-size 4096
+
+Decoding an encoded text gives the same text, with all its blanks and line ends. The tool uses all text: it samples no
+lines and drops no long ones. Its memory grows with the number of different words, not with the size of the corpus.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from megatron_sp.output_files import complete_file  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
-#: Characters that SentencePiece reserves: it drops a line that holds one. A tab is never part of a piece.
+#: Characters that SentencePiece reserves. It drops a line with the first or the last one, and a piece never has a tab.
 RESERVED = re.compile("[\\x00\\t\\u2585]")
-#: Blanks and the characters up to the next blank: SentencePiece learns within these and never across them.
+#: A word: blanks and the characters up to the next blank. SentencePiece learns no piece that crosses such a border.
 WORD = re.compile(" *[^ ]+| +")
 MOST_BYTES = 4000  # SentencePiece drops lines of more than 4192 bytes
 
 
 def count_words(paths: Sequence[str], key: str, skip: bool) -> tuple[Counter[str], BadLines, int]:
-    """Count the words of all texts; what is kept in memory grows with the different words, not with the corpus.
+    """Count how often each word occurs in all texts. Only different words are kept in memory, not the texts.
 
     Args:
         paths: JSON lines files.
-        key: key of the text.
-        skip: count bad lines instead of stopping.
+        key: key of the text in each JSON object.
+        skip: whether to skip and count bad lines instead of stopping at the first.
 
     Returns:
-        How often each word occurs, the bad lines, and the number of texts.
+        The count of each word, the skipped lines, and the number of texts.
 
     Raises:
         DataError: a file cannot be read, or a line is bad and ``skip`` is off.
@@ -68,9 +68,10 @@ def count_words(paths: Sequence[str], key: str, skip: bool) -> tuple[Counter[str
 
 
 def words_of(text: str) -> Iterator[str]:
-    """Split a text where SentencePiece splits it too: at line ends, before blanks, and at reserved characters.
+    """Split a text at line ends, before blanks and at reserved characters, as SentencePiece does.
 
-    A word that is too long for SentencePiece is cut, so its letters count although pieces across the cut do not.
+    SentencePiece drops a word of more than ``MOST_BYTES``. Such a word is cut, so that only pieces across the cut are
+    lost.
     """
     for line in text.split("\n"):
         for word in WORD.findall(line):
@@ -84,7 +85,7 @@ def words_of(text: str) -> Iterator[str]:
 
 @contextmanager
 def ticking(description: str) -> Iterator[None]:
-    """Show the elapsed time of a call that reports no progress of its own."""
+    """Show the elapsed time while the body of the ``with`` statement runs: SentencePiece reports no progress."""
     stop = threading.Event()
 
     def tick() -> None:
@@ -102,10 +103,10 @@ def ticking(description: str) -> Iterator[None]:
 
 
 def train(words: Counter[str], output: Path, vocab_size: int) -> None:
-    """Train on counted words and write the model to ``output``, completely or not at all.
+    """Train a tokenizer on counted words and write it to ``output``. The file appears only when it is complete.
 
     Raises:
-        DataError: the text does not hold so many different pieces, or the file cannot be written.
+        DataError: the text has too few different pieces for ``vocab_size``, or the file cannot be written.
     """
     import sentencepiece
 
@@ -129,14 +130,16 @@ def build_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     group = parser.add_argument_group("input and output")
     group.add_argument("--input", nargs="+", required=True, metavar="FILE",
-                       help="jsonl or jsonl.gz files or quoted patterns, one JSON object a line")
-    group.add_argument("--json-key", default="text", metavar="KEY", help="key of the text (default: %(default)s)")
+                       help=".jsonl or .jsonl.gz files with one JSON object on each line; a quoted pattern such as "
+                            "'data/*.jsonl' is expanded")
+    group.add_argument("--json-key", default="text", metavar="KEY",
+                       help="key of the text in each JSON object (default: %(default)s)")
     group.add_argument("--on-error", choices=("stop", "skip"), default="stop",
-                       help="bad line: stop with its file and number (default), or skip and count it")
-    group.add_argument("--output", type=Path, required=True, metavar="FILE.model", help="the model to write")
+                       help="at a bad line: stop and name it (default), or skip it and count the skipped lines")
+    group.add_argument("--output", type=Path, required=True, metavar="FILE.model", help="tokenizer file to write")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--vocab-size", type=int, default=4096, metavar="N",
-                       help="number of tokens (default: %(default)s)")
+                       help="number of tokens in the vocabulary (default: %(default)s)")
     return parser
 
 

@@ -1,17 +1,24 @@
 #!/usr/bin/env python3
-"""Prove on CPU that a layout trains exactly as one process would, before a cluster is spent on it.
+"""Prove on CPUs that a run in some parallel layout trains as one process would, before a cluster runs it.
 
-Give it the command line of pretrain_gpt.py. It makes the run small, so that it takes the same branches of the code, and
-trains it on at most 16 processes of this machine through the same data reader, trainer and optimizer: with the run's
-optimizer and with SGD in float64, and roughly in the run's half precision. Then it compares with a plain model on one
-process: loss, learning rate, global gradient norm, every gradient, every weight, and the loss of an evaluation. Where
-one replica does not fit, it shrinks the degrees of parallelism to the smallest ones of the same kind, and says which.
-No data, tokenizer or GPU is needed.
+usage: verify_layout.py [--world-size N] FLAGS OF pretrain_gpt.py
 
-  verify_layout.py FLAGS OF pretrain_gpt.py [--world-size N]
+Example:
 
---world-size N: processes of the real run (default: WORLD_SIZE, else the product of the degrees).
-Exit status: 0 PASS, 1 FAIL, 2 nothing could be proven (wrong flags, or too large to prove here).
+    python tools/verify_layout.py --world-size 64 --ulysses-size 4 --zero-stage 3 --model-preset llama3-8b \\
+        --seq-length 131072 --global-batch-size 16 --train-iters 1000 --lr 3e-5 --bf16 --mock-data --vocab-size 128256
+
+--world-size N: number of processes of the real run (default: the variable WORLD_SIZE, else the product of the
+parallel degrees).
+
+The tool makes the run small in such a way that it still takes the same branches of the code. It trains the small run
+on at most 16 processes of this machine, through the data reader, trainer and optimizer of real training: in float64
+with the run's optimizer and with SGD, and in the run's half precision where it has one. Then it compares each step with
+a plain model on one process: loss, learning rate, gradient norm, every gradient, every weight, and the loss of an
+evaluation; half precision is compared with a large tolerance. If one model replica needs more than 16 processes, the
+tool shrinks the parallel degrees and prints which. It needs no data, tokenizer or GPU.
+
+Exit status: 0 PASS, 1 FAIL, 2 nothing could be proven (wrong flags, or a run that is too large to prove here).
 """
 
 from __future__ import annotations
@@ -40,7 +47,7 @@ WORLD_SIZE = "--world-size"
 
 
 def read(argv: list[str]) -> tuple[Run, list[str]]:
-    """The resolved run of a command line, and the notes on it."""
+    """Return the resolved run that a command line describes, and the notes on its flags."""
     argv, given = [part for word in argv
                    for part in (word.split("=", 1) if word.startswith(f"{WORLD_SIZE}=") else [word])], "0"
     if WORLD_SIZE in argv:
@@ -53,13 +60,13 @@ def read(argv: list[str]) -> tuple[Run, list[str]]:
 
 
 def smallest_world(argv: list[str]) -> int:
-    """The product of the degrees."""
+    """Return the number of processes of one replica: the product of the parallel degrees, without data parallelism."""
     parallel = resolve(parse(argv).run, 1).parallel
     return max(1, parallel.tp * parallel.pp * parallel.sp)
 
 
 def print_table(verdict: Verdict) -> None:
-    """Print the worst relative difference of each kind, step by step."""
+    """Print a line for each step with the largest relative difference of loss, gradient norm, gradients and weights."""
     print(f"{'step':<12} {'loss':>9} {'grad norm':>9} {'gradient':>9} {'weight':>9}  worst gradient")
     for step in verdict.steps:
         worst = max(step.gradients, key=lambda name: step.gradients[name])
@@ -68,7 +75,7 @@ def print_table(verdict: Verdict) -> None:
 
 
 def explain(verdict: Verdict) -> None:
-    """What is wrong, and where to look."""
+    """Print which values differ in the first wrong step, and which axis is most likely at fault."""
     if verdict.error:
         print(f"the layout does not run:\n{verdict.error.rstrip()}")
     step, wrong = verdict.first_failure()
@@ -86,7 +93,7 @@ def explain(verdict: Verdict) -> None:
 def main(argv: list[str]) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
-        return 0 if argv else 2     # a script whose flags are empty has proven nothing
+        return 0 if argv else 2     # no flags, perhaps an empty variable in a script: nothing was proven
     started = time.monotonic()
     use_only_cpu()
     run, notes = read(argv)
