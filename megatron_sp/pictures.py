@@ -1,4 +1,4 @@
-"""What all programs that draw share: matplotlib if it is installed, and complete PNG files."""
+"""Load matplotlib and write pictures, for all programs that draw: PNG files appear only when they are complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_pyplot() -> Any:
-    """Return ``matplotlib.pyplot``, set to draw into files and not on a screen.
+    """Return ``matplotlib.pyplot``, set to write files, so that it needs no screen.
 
     Raises:
         DataError: matplotlib is not installed.
@@ -30,13 +30,13 @@ def load_pyplot() -> Any:
 
 
 def save_picture(figure: Figure, path: str | os.PathLike[str], dpi: int = 150, flag: str = "--output") -> None:
-    """Write a figure as a PNG, completely or not at all, and close it.
+    """Write a figure as a PNG and close it. The file appears only when it is complete.
 
     Args:
         figure: what to write.
-        path: the PNG.
+        path: the PNG file.
         dpi: pixels per inch.
-        flag: the flag that named the file, for messages.
+        flag: name of the flag with which the user chose the file, for messages.
 
     Raises:
         DataError: the file cannot be written.
@@ -44,7 +44,7 @@ def save_picture(figure: Figure, path: str | os.PathLike[str], dpi: int = 150, f
     pyplot = load_pyplot()
     try:
         with complete_file(path, flag) as file:
-            # Without "Software" the same picture has the same bytes under every version of matplotlib's name.
+            # matplotlib would write its version into the file, and the same picture would differ between versions.
             figure.savefig(file, format="png", dpi=dpi, bbox_inches="tight", metadata={"Software": None})
     finally:
         pyplot.close(figure)

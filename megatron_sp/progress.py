@@ -1,4 +1,4 @@
-"""Progress bars of tqdm, or none where it is not installed: no work depends on being watched."""
+"""Show progress bars with tqdm. Where tqdm is not installed, programs work without bars."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class NoBar:
-    """Stands in for a bar: gives the items, shows nothing."""
+    """Replaces tqdm's bar where tqdm is not installed: yields the items and shows nothing."""
 
     def __init__(self, items: Iterable[Any] = ()):
         self.items = items
@@ -32,7 +32,12 @@ class NoBar:
 
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
-    """A bar over the items, or one to ``update`` by hand; ``options`` are those of ``tqdm.tqdm``."""
+    """Return a progress bar.
+
+    Args:
+        items: what to iterate over; None: the caller calls ``update`` instead.
+        options: further arguments of ``tqdm.tqdm``.
+    """
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,1 +1,1 @@
-"""Data: token files, sample order, blends, batches, tokenizers. Knows no process groups."""
+"""Data: tokenizers, token files, the order of samples, blends of data sets, and batches. No process groups are used."""

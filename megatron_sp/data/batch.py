@@ -1,4 +1,4 @@
-"""Turn samples into the microbatches of one rank, which reads the tokens that it owns and no others."""
+"""Read the microbatches of one rank: of each sample only the tokens that the rank owns."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ IGNORED = -100  # the label of a position that has no loss
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One rank's tokens of the sequences that it computes together.
+    """One rank's part of the sequences that go through the model in one forward.
 
     Attributes:
         tokens: inputs, int64 ``[b, s/sp]``.
         labels: next tokens, int64 ``[b, s/sp]``; -100 where there is no loss.
         positions: index of each input in its whole sequence, int64 ``[b, s/sp]``.
         sample_ids: index of each sequence in the training order, int64 ``[b]``, always on the CPU.
-        num_valid: labels that are not -100.
+        num_valid: number of labels that are not -100.
     """
 
     tokens: torch.Tensor
@@ -42,7 +42,7 @@ class Microbatch:
 
 
 class BatchReader:
-    """Reads the microbatches of one rank, for training and for evaluation.
+    """Read the microbatches of one rank, for training and for evaluation.
 
     Args:
         dataset: where samples come from.
@@ -51,8 +51,8 @@ class BatchReader:
         dp_rank, dp_size: index of this rank among the ranks that read different samples, and how many they are.
         eod_token: end-of-document token; needed by ``eod_mask_loss``.
         eod_mask_loss: whether positions whose input is ``eod_token`` have no loss.
-        read_ahead: whether a thread reads the next global batch while this one is computed.
-        vocab_size: token ids must be below it; 0: do not check.
+        read_ahead: whether a thread reads the next global batch while the model computes this one.
+        vocab_size: larger or equal token ids are refused; 0: any id is accepted.
 
     Use as a context manager, or call ``close``.
     """
@@ -73,7 +73,7 @@ class BatchReader:
         """Read this rank's microbatches of the global batch that starts at ``consumed_samples``.
 
         Raises:
-            DataError: the dataset has no such samples.
+            DataError: the dataset has too few samples, or a token id is not below ``vocab_size``.
         """
         request = (consumed_samples, global_batch_size, micro_batch_size)
         batches = self._take(request)
@@ -83,7 +83,7 @@ class BatchReader:
         return batches
 
     def _take(self, request: tuple[int, int, int]) -> list[Microbatch]:
-        """Return the batch that was read ahead if it is the one asked for, else read it now."""
+        """Return the batch that the thread has read ahead if it is the requested one, else read the requested one."""
         ahead, self._next = self._next, None
         if ahead is None:
             return self._read(*request)
@@ -107,8 +107,7 @@ class BatchReader:
         for row, sample in enumerate(samples):
             column = 0
             for start, stop in self.ranges:
-                # A range of t tokens needs t + 1: the label of its last input is the token after it, which may
-                # belong to another rank.
+                # t inputs need t + 1 tokens: the label of the last input is the next token, which another rank may own.
                 window = self.dataset.window(sample, start, stop + 1)
                 self._check_tokens(window, sample)
                 here = slice(column, column + stop - start)
@@ -129,7 +128,7 @@ class BatchReader:
                             "that --tokenizer-type and its files describe: preprocess it again, or give its tokenizer.")
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop the thread that reads ahead and discard what it has read."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._pool = self._next = None

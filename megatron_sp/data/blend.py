@@ -1,4 +1,4 @@
-"""Blends: several token sets mixed by weight, in Megatron-core's order."""
+"""Blends: training on several token sets that are mixed by weight, in the same order as in Megatron-core."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron_sp.data.index_cache import Arrays, IndexCache
 from megatron_sp.errors import DataError
 from megatron_sp.progress import progress_bar
 
-SURPLUS = 0.005  # Megatron builds this much more of each member than the blend is to draw
-FEW = 8  # up to this many members a plain loop over them is faster than numpy
-CHUNK = 1 << 18  # samples between two steps of the progress bar
+SURPLUS = 0.005  # Megatron builds this share more samples of each member than its weight asks for
+FEW = 8  # a Python loop over up to this many members is faster than numpy
+CHUNK = 1 << 18  # samples to draw between two updates of the progress bar
 
 
 @dataclass(frozen=True)
 class Blend:
-    """A parsed data path.
+    """The value of ``--data-path``, parsed.
 
     Attributes:
-        prefixes: paths of token sets without ending.
-        weights: shares that sum to 1, or None: every set is read in proportion to its size.
+        prefixes: paths of the token sets without ``.bin`` and ``.idx``.
+        weights: share of each set, summing to 1; None: the share of a set is its share of all samples.
     """
 
     prefixes: tuple[str, ...]
@@ -35,12 +35,16 @@ class Blend:
 def parse_data_path(arguments: Sequence[str], flag: str = "--data-path") -> Blend:
     """Parse the value of ``--data-path``, ``--train-data-path`` and so on.
 
-    ``W1 P1 W2 P2 ...`` are weights and prefixes; an odd count, or an even count without any number in
-    the places of weights, are plain prefixes. Arguments may contain blanks ("0.3 A"). Weights are
-    relative; a set with weight 0 is left out. One weighted prefix is the same as the prefix alone.
+    An even number of words with numbers in the first, third ... place is a list of weights and prefixes,
+    ``W1 P1 W2 P2 ...``. All other lists are prefixes without weights. One argument may hold several words ("0.3 A").
+    Weights are relative. A set with weight 0 is left out. The weight of a single set has no effect.
+
+    Args:
+        arguments: the words of the flag.
+        flag: name of the flag, for messages.
 
     Raises:
-        DataError: nothing given, or weights that make no sense.
+        DataError: there are no words, or the weights are not numbers of at least 0 with a positive sum.
     """
     words = list(parse_words(arguments))
     if not words:
@@ -80,39 +84,47 @@ def _number(word: str) -> float | None:
 
 
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
-    """Divide weights by their sum, in float64 and with numpy's order of summation, as Megatron does."""
+    """Return the weights divided by their sum, to the last bit as Megatron computes it: in float64, summed by numpy."""
     values = np.array(weights, dtype=np.float64)
     return tuple((values / np.sum(values)).tolist())
 
 
 def member_sizes(weights: Sequence[float], num_samples: int, surplus: float = 0.0) -> list[int]:
-    """Return the samples of each member for a blend of ``num_samples``, rounded up as Megatron does."""
+    """Return how many samples to build of each member for a blend of ``num_samples``, rounded up as in Megatron.
+
+    Args:
+        weights: share of each member, summing to 1.
+        num_samples: samples of the blend.
+        surplus: share by which to build more of each member than that.
+    """
     return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw ``size`` samples so that each member's share of the first k samples is near its weight, for every k.
+    """Return the order of a weighted blend: which sample of which member comes at each place.
 
-    Step k takes the member for which ``weight * k - samples drawn so far`` is largest; of equals the first.
+    Step k takes the next sample of the member that is furthest behind its share, which is the largest
+    ``weight * k - samples drawn so far``; among equals the first member. So after any number of steps each member's
+    share is close to its weight.
 
     Args:
-        weights: shares, summing to 1.
+        weights: share of each member, summing to 1.
         size: samples to draw.
 
     Returns:
-        member of each sample int16 ``[size]``, and its number within the member int64 ``[size]``.
+        The member of each sample, int16 ``[size]``, and the sample's number within the member, int64 ``[size]``.
     """
     return _draw(list(weights), size, [size + 1] * len(weights))
 
 
 def exhaustive_order(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Draw every sample of every member once, in proportion to the sizes.
+    """Return an order that has every sample of every member once, with the members mixed in proportion to their sizes.
 
-    The order is that of ``blend_order`` with the sizes as weights, except that a member whose samples are all
-    drawn takes no further part.
+    The rule is that of ``blend_order`` with the sizes as weights, but a member is left out once all its samples are
+    drawn.
 
     Args:
-        sizes: samples of each member.
+        sizes: number of samples of each member.
 
     Returns:
         The same two arrays as ``blend_order``.
@@ -121,12 +133,12 @@ def exhaustive_order(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw(weights: list[float], size: int, limits: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Draw ``size`` samples by weight; a member is left out once ``limits`` of its samples are drawn."""
+    """Draw ``size`` samples by weight, leaving out each member once its number in ``limits`` is drawn."""
     members = np.empty(size, dtype=np.int16)
     weights = [weight if limit else -math.inf for weight, limit in zip(weights, limits, strict=True)]
     draw = _draw_few if len(weights) <= FEW else _draw_many
     drawn = [0] * len(weights)
-    # The order of a million samples takes about a second: a bar appears when it takes longer than a moment.
+    # A million samples take about a second. The bar appears only where drawing takes more than two seconds.
     for start in progress_bar(range(0, size, CHUNK), desc="mixing the data sets", delay=2, unit_scale=CHUNK,
                               unit=" samples", leave=False):
         draw(weights, drawn, limits, members, start, min(start + CHUNK, size))
@@ -135,7 +147,7 @@ def _draw(weights: list[float], size: int, limits: list[int]) -> tuple[np.ndarra
 
 def _draw_few(weights: list[float], drawn: list[int], limits: list[int], members: np.ndarray, start: int,
               stop: int) -> None:
-    """Fill ``members[start:stop]``; updates ``drawn``, and ``weights`` of members that reach their limit."""
+    """Fill ``members[start:stop]``, count in ``drawn``, and set the weight of a member at its limit to -infinity."""
     others = list(enumerate(weights))[1:]
     first = weights[0]
     for step in range(start, stop):
@@ -176,12 +188,12 @@ def _numbers_within(members: np.ndarray, count: int) -> np.ndarray:
 
 
 class BlendedDataset:
-    """Samples of several datasets in blend order.
+    """The samples of several datasets in the order of a blend.
 
     Args:
         datasets: the members, all with the same sequence length.
         dataset_index: member of each sample, int16 ``[num_samples]``.
-        dataset_sample_index: its number within the member, int64 ``[num_samples]``.
+        dataset_sample_index: number of each sample within its member, int64 ``[num_samples]``.
         name: of the split.
 
     Raises:
@@ -209,7 +221,7 @@ class BlendedDataset:
         return member.window(int(self.dataset_sample_index[sample]), start, stop)
 
     def source(self, sample: int) -> str:
-        """Return the file that holds a sample."""
+        """Return the path of the file that holds a sample, for messages."""
         return self.datasets[int(self.dataset_index[sample])].source(int(self.dataset_sample_index[sample]))
 
     def describe(self) -> str:
@@ -225,9 +237,12 @@ def cached_order(cache: IndexCache, weights: Sequence[float], size: int | None) 
     """Read the order of a blend from the cache, or compute it and store it there.
 
     Args:
-        cache: where the order is kept.
-        weights: of the members; with ``size`` None their numbers of samples.
-        size: samples to draw by ``blend_order``; None: all of them once, by ``exhaustive_order``.
+        cache: stores the order.
+        weights: share of each member; where ``size`` is None, number of samples of each member.
+        size: number of samples to draw by ``blend_order``; None: draw every sample once, by ``exhaustive_order``.
+
+    Returns:
+        The two arrays of ``blend_order``.
     """
     def build() -> Arrays:
         members, numbers = (exhaustive_order([int(weight) for weight in weights]) if size is None

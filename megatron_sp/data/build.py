@@ -1,4 +1,4 @@
-"""From the data flags to the training, validation and test datasets."""
+"""Build the training, validation and test datasets that the data flags describe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_sp.layout.document_split import SPLITS, empty_split_problem, parse
 
 @dataclass(frozen=True)
 class Splits:
-    """The three datasets; None where no samples are asked for or the split has no share."""
+    """The training, validation and test datasets; None for one that is not needed or has no share of the documents."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -31,27 +31,28 @@ class Splits:
     named_valid: dict[str, Dataset] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """All datasets in plain words, one or more lines."""
+        """Describe all datasets for the log, in one or more lines each."""
         datasets = (self.train, self.valid, *self.named_valid.values(), self.test)
         return "\n".join(dataset.describe() for dataset in datasets if dataset is not None)
 
 
 def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[int | None], seed: int, *,
                    vocab_size: int = 0) -> Splits:
-    """Build what the data flags describe.
+    """Build the datasets that the data flags describe.
 
-    A split of which no samples are asked for (0), with a share of 0 in ``--split`` or without its own path, is
-    None. Every process may call this at the same time: the index cache is built by one of them.
+    A dataset is None where ``num_samples`` is 0, where ``--split`` gives it the share 0, or where the other datasets
+    have paths of their own and it has none. All processes may call this function at the same time: one of them builds
+    the index cache, and the others wait for it.
 
     Args:
         data: the data flags; ``seq_length`` and one source (paths or mock data) are set.
-        tokenizer_eod: end-of-document token (unused: document boundaries come from the index).
-        num_samples: samples of training, validation and test; None: one epoch.
-        seed: of all shuffles.
-        vocab_size: of the made-up tokens of ``--mock-data``.
+        tokenizer_eod: end-of-document token. It is not used, since the index says where documents end.
+        num_samples: how many samples training, validation and test need; None: one epoch.
+        seed: seed of all shuffles.
+        vocab_size: the random tokens of ``--mock-data`` are below it.
 
     Raises:
-        DataError: files that are missing or damaged, or a split without documents.
+        DataError: a file is missing or damaged, or a split has no documents.
     """
     del tokenizer_eod
     builder = _Builder(data, seed)
@@ -91,7 +92,7 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
 
 
 class _Builder:
-    """Opens each token set once and builds datasets of it."""
+    """Build datasets from token files, and open each pair of files only once."""
 
     def __init__(self, data: Data, seed: int):
         self.data, self.seed = data, seed
@@ -102,9 +103,9 @@ class _Builder:
 
         Args:
             blend: token sets and weights.
-            name: of the split.
-            count: samples asked for; None: one epoch.
-            split: value of ``--split``; "" takes all documents.
+            name: name of the split.
+            count: how many samples are needed; None: one epoch.
+            split: value of ``--split``, which selects the documents of this split; "" selects all.
         """
         if self.data.dataloader_type == "cyclic" and name == "train":
             return self._cyclic(blend, name, count, split)
@@ -116,23 +117,23 @@ class _Builder:
             sizes = [len(member) for member in members]
             if count is None or count <= sum(sizes):
                 return self._by_size(members, sizes, name, count, cache)
-            # More than one epoch of everything: repeat all of it in proportion to its size.
+            # More samples are needed than one epoch has: repeat each member in proportion to its size.
             blend = Blend(blend.prefixes, tuple(size / sum(sizes) for size in sizes))
         assert blend.weights is not None and count is not None
         members_index, numbers = self._weighted_order(blend, count)
         drawn = np.bincount(members_index, minlength=len(blend.prefixes)).tolist()
-        # Megatron's own number can fall short of what the blend draws when weights are extreme.
+        # With extreme weights the blend draws more of a member than Megatron's formula builds.
         needed = [max(pair) for pair in zip(member_sizes(blend.weights, count, blends.SURPLUS), drawn, strict=True)]
         members = [self._member(prefix, name, number, split)
                    for prefix, number in zip(blend.prefixes, needed, strict=True)]
         return BlendedDataset(members, members_index, numbers, name)
 
     def _cyclic(self, blend: Blend, name: str, count: int | None, split: str) -> Dataset:
-        """Build a training set that repeats no sample before every one has been read.
+        """Build a training set that repeats no sample of a member before all samples of that member have been read.
 
-        Without weights, one epoch of everything is shuffled anew for each pass. With weights a member of small
-        weight has not been read once when another is read again, so each member is shuffled on its own, and the
-        blend draws from these endless orders.
+        Without weights there is one order over the samples of all members, shuffled again for each epoch. With weights,
+        members with a high weight are repeated earlier than others. So each member is shuffled on its own, again and
+        again, and the blend takes the next sample of a member's order.
         """
         if len(blend.prefixes) == 1:
             return CyclicDataset(self._member(blend.prefixes[0], name, None, split), self.seed)
@@ -145,10 +146,10 @@ class _Builder:
         return BlendedDataset(endless, *self._weighted_order(blend, count), name)
 
     def _weighted_order(self, blend: Blend, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return member and number within it of each sample of a weighted blend."""
+        """Return the member of each sample of a weighted blend, and the sample's number within it."""
         assert blend.weights is not None
-        # Megatron normalises the weights once for the sizes and once more for the order. The second division can
-        # change the last bit of a weight, and with it which member is drawn at a tie.
+        # Megatron divides the weights by their sum when it computes the sizes, and again when it computes the order.
+        # The second division can change the last bit of a weight, and so which of two equal members is drawn.
         return cached_order(self._cache(blend.prefixes[0]), blends.normalised(blend.weights),
                             sum(member_sizes(blend.weights, count)))
 
@@ -179,11 +180,11 @@ class _Builder:
 
 
 class CyclicDataset:
-    """Endless passes over another dataset, each in a new random order (``--dataloader-type cyclic``).
+    """Another dataset, repeated without end and shuffled again for each pass (``--dataloader-type cyclic``).
 
     Args:
-        dataset: the samples of one pass.
-        seed: of the orders.
+        dataset: holds the samples of one pass.
+        seed: seed of the shuffles.
     """
 
     NUM_SAMPLES = 2**62
@@ -196,7 +197,7 @@ class CyclicDataset:
         return self.NUM_SAMPLES
 
     def _inner(self, sample: int) -> int:
-        """Return the number within ``dataset`` of a sample."""
+        """Return the number that a sample has in ``dataset``."""
         passes, place = divmod(sample, len(self.dataset))
         order = self._order
         if order[0] != passes:
@@ -210,7 +211,7 @@ class CyclicDataset:
         return self.dataset.window(self._inner(sample), start, stop)
 
     def source(self, sample: int) -> str:
-        """Return the file that holds a sample."""
+        """Return the path of the file that holds a sample, for messages."""
         return self.dataset.source(self._inner(sample))
 
     def describe(self) -> str:

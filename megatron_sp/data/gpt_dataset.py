@@ -1,4 +1,4 @@
-"""GPTDataset: samples of fixed length, cut from shuffled documents; any window of a sample can be read alone."""
+"""Samples of fixed length cut from shuffled documents. A rank can read any part of a sample without the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_sp.errors import DataError
 
 
 class Dataset(Protocol):
-    """The interface that training reads: numbered samples of ``seq_length + 1`` tokens."""
+    """What training needs of a dataset: numbered samples of ``seq_length + 1`` tokens."""
 
     seq_length: int
 
@@ -24,14 +24,14 @@ class Dataset(Protocol):
         """Return the tokens ``[start, stop)`` of one sample, int64; ``0 <= start <= stop <= seq_length + 1``."""
 
     def source(self, sample: int) -> str:
-        """Return the file that holds a sample, for messages."""
+        """Return the path of the file that holds a sample, for messages."""
 
     def describe(self) -> str:
-        """Describe the data in one or more lines."""
+        """Describe the data for the log, in one or more lines."""
 
 
 def check_window(dataset: Dataset, sample: int, start: int, stop: int) -> None:
-    """Raise IndexError for a window outside of the dataset."""
+    """Raise IndexError unless the dataset has this sample and the sample has the tokens ``[start, stop)``."""
     if not 0 <= sample < len(dataset):
         raise IndexError(f"sample {sample} of a dataset of {len(dataset)} samples")
     if not 0 <= start <= stop <= dataset.seq_length + 1:
@@ -39,24 +39,24 @@ def check_window(dataset: Dataset, sample: int, start: int, stop: int) -> None:
 
 
 class GPTDataset:
-    """Samples in the same order as Megatron-core's GPTDataset for the same seed, sizes and documents.
+    """Samples in the order that Megatron-core's GPTDataset has for the same seed, sizes and documents.
 
     Args:
         indexed: the tokens.
         document_ids: sequences of ``indexed`` that belong to this split, int ``[num_documents]``.
-        num_samples: samples asked for; the documents are repeated as often as needed. None: one epoch.
-        seq_length: inputs in a sample; a sample has one token more, for the last label.
-        seed: of both shuffles.
-        name: of the split, for messages.
-        cache: where the order is kept; default: built in memory.
+        num_samples: how many samples are needed; the documents are repeated as often as that takes. None: one epoch.
+        seq_length: inputs in a sample; a sample has one more token, the label of the last input.
+        seed: seed of the shuffles of documents and of samples.
+        name: name of the split, for messages.
+        cache: stores the order; default: keep it in memory.
 
     Attributes:
-        document_index: shuffled documents of all epochs.
-        starts: position of each in the row of all tokens, int64 ``[len(document_index) + 1]``.
-        shuffle_index: order of the samples.
+        document_index: the documents of all epochs, shuffled. Laid end to end they are one long row of tokens.
+        starts: position of each document in that row, int64 ``[len(document_index) + 1]``.
+        shuffle_index: which piece of the row each sample is.
 
     Raises:
-        DataError: samples are asked for, but the split has no documents or no tokens.
+        DataError: samples are needed, but the split has no documents or no tokens.
     """
 
     def __init__(self, indexed: IndexedDataset, document_ids: np.ndarray, num_samples: int | None, seq_length: int,
@@ -84,7 +84,7 @@ class GPTDataset:
                             "tokens; use a smaller --seq-length or more data.")
 
     def _key(self) -> dict[str, object]:
-        """Return everything the arrays depend on."""
+        """Return all values that determine the arrays, as the key of the cache."""
         ids = np.ascontiguousarray(self.document_ids, dtype=np.int64)
         contiguous = len(ids) > 0 and bool(np.all(np.diff(ids) == 1))
         documents: object = [int(ids[0]), int(ids[-1]) + 1] if contiguous else ids.tolist()
@@ -103,7 +103,7 @@ class GPTDataset:
         return self.epochs.num_samples
 
     def window(self, sample: int, start: int, stop: int) -> np.ndarray:
-        """Return the tokens ``[start, stop)`` of a sample, int64, and read no others."""
+        """Return the tokens ``[start, stop)`` of a sample, int64, without reading any others."""
         check_window(self, sample, start, stop)
         position = int(self.shuffle_index[sample]) * self.seq_length + start
         out = np.empty(stop - start, dtype=np.int64)
@@ -119,11 +119,11 @@ class GPTDataset:
         return out
 
     def source(self, sample: int) -> str:
-        """Return the file that holds a sample."""
+        """Return the path of the file that holds a sample, for messages."""
         return bin_path(self.indexed.prefix)
 
     def sample_index(self) -> np.ndarray:
-        """Compute Megatron's sample index, int64 ``[num_samples + 1, 2]``; it is not stored here."""
+        """Compute the sample index that Megatron stores, int64 ``[num_samples + 1, 2]``; see ``build_sample_index``."""
         return order.build_sample_index(self.starts, len(self), self.seq_length)
 
     def describe(self) -> str:

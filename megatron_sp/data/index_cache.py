@@ -1,10 +1,10 @@
-"""Arrays on disk that many processes share: built once, complete or absent, memory-mapped.
+"""A directory of arrays that many processes share: one process builds them, and all map them into memory.
 
-An entry is a directory whose name is the hash of everything its arrays depend on. A process builds it under another
-name and renames it when it is complete, so no reader sees an unfinished entry, and no entry is ever rewritten. The
-first process takes a lock and builds; the others wait for the lock and then find the entry. Where a file system has no
-locks, two processes may build the same entry, and the second result is deleted. Each node with a disk of its own builds
-its own entries.
+An entry is a directory whose name is the hash of everything that its arrays depend on. A process builds the entry under
+another name and renames it when it is complete, so no reader sees an unfinished entry. Entries are never rewritten. The
+first process takes a lock and builds the entry; the others wait for the lock and then find it. Where the file system
+has no locks, two processes may build the same entry, and the result of the second is deleted. A node with a disk of its
+own builds its own entries.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Arrays = dict[str, np.ndarray]
 
 
 class IndexCache:
-    """Named arrays under one directory.
+    """Entries of named arrays in one directory.
 
     Args:
-        directory: where entries live; "" keeps nothing on disk.
-        required: whether the user asked for this directory (then failing to write it is an error; the default
-            place beside the data may be read-only).
+        directory: holds the entries; "": nothing is stored, and every call builds its arrays in memory.
+        required: whether the user named this directory. Then it is an error if it cannot be written. The default
+            directory beside the data may be read-only.
     """
 
     def __init__(self, directory: str = "", required: bool = False):
@@ -45,13 +45,12 @@ class IndexCache:
         self.required = required
 
     def get(self, description: dict[str, object], build: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays for ``description``: from disk, or built now and stored.
+        """Return the arrays that ``description`` determines: from disk if they are there, else built and stored.
 
-        A cache that was not asked for is only a convenience: where it cannot be written, each process builds the
-        arrays in its own memory.
+        Where the default directory cannot be written, each process builds the arrays in its own memory.
 
         Args:
-            description: plain values that determine the arrays.
+            description: all values that the arrays depend on; they must be JSON values.
             build: computes the arrays.
 
         Raises:
@@ -86,7 +85,7 @@ def _load(entry: str) -> Arrays | None:
         return {name[:-4]: _map(os.path.join(entry, name)) for name in names} or None
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:  # numpy's words for a damaged file
+    except ValueError as error:  # numpy raises this for a damaged file
         raise DataError(f"The index cache {entry} is damaged ({error}); remove this directory, it is built "
                         "again.") from None
 
@@ -108,11 +107,11 @@ def _store(entry: str, text: str, arrays: Arrays) -> None:
                 os.fsync(file.fileno())
         with open(os.path.join(aside, "description.json"), "w") as file:
             file.write(text + "\n")
-        os.chmod(aside, 0o755)  # mkdtemp's directory is private; others may share the data
+        os.chmod(aside, 0o755)  # mkdtemp lets only this user read the directory; other users may train on the same data
         with contextlib.suppress(FileExistsError, NotADirectoryError):
             os.rename(aside, entry)
     except OSError as error:
-        if not os.path.isdir(entry):  # "not empty": another process was first
+        if not os.path.isdir(entry):  # the directory exists: another process has built the entry meanwhile
             raise error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -120,11 +119,11 @@ def _store(entry: str, text: str, arrays: Arrays) -> None:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Hold an exclusive lock; a killed holder lets go of it."""
+    """Hold an exclusive lock during the ``with`` statement; the system releases it when the process is killed."""
     if fcntl is None:
         yield
         return
     with open(path, "a") as file:
-        with contextlib.suppress(OSError):  # no locks here: worst case is building twice
+        with contextlib.suppress(OSError):  # no locks on this file system: two processes may then build the entry
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,6 @@
-"""Token files: Megatron's pair of a ``.bin`` and an ``.idx`` file (MMIDIDX version 1).
+"""Read and write token files: Megatron's pairs of a ``.bin`` and an ``.idx`` file (MMIDIDX version 1).
 
-``PREFIX.bin`` is the tokens of all sequences, one after another, without header.
+``PREFIX.bin`` holds the tokens of all sequences, one after another, without a header.
 ``PREFIX.idx`` is little-endian and packed::
 
     magic "MMIDIDX\\0\\0" (9 bytes) | version uint64 = 1 | dtype code uint8
@@ -36,11 +36,11 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 DTYPE_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 MAX_LENGTH = 2**31 - 1  # lengths are int32 in the file
-MAX_READ = 1 << 30  # bytes of one read; Linux gives at most 2^31 - 4096
+MAX_READ = 1 << 30  # bytes to ask for in one read; Linux returns at most 2^31 - 4096
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """Token type that Megatron chooses: uint16 below a vocabulary of 65,500, else int32."""
+    """Return the type in which Megatron stores tokens: uint16 for a vocabulary below 65,500, else int32."""
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
@@ -53,7 +53,7 @@ def idx_path(prefix: str | os.PathLike[str]) -> str:
 
 
 def pointers_of(lengths: np.ndarray, itemsize: int) -> np.ndarray:
-    """Byte offset of every sequence, int64 also where the int32 lengths sum beyond 2^31."""
+    """Return the byte offset of every sequence. The sum is int64, since int32 lengths may add up to more than 2^31."""
     pointers = np.zeros(len(lengths), dtype=np.int64)
     np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
     pointers *= itemsize
@@ -61,7 +61,7 @@ def pointers_of(lengths: np.ndarray, itemsize: int) -> np.ndarray:
 
 
 class IndexedDataset:
-    """Sequences of tokens on disk. The index is memory-mapped, and both files are checked when opened.
+    """Sequences of tokens on disk. Opening maps the index into memory and checks both files.
 
     Args:
         prefix: path of the two files without ``.bin`` / ``.idx``.
@@ -73,7 +73,7 @@ class IndexedDataset:
         dtype: type of the stored tokens.
 
     Raises:
-        DataError: a file is missing, damaged, or the two do not belong together.
+        DataError: a file is missing or damaged, or the two files do not belong together.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]):
@@ -142,7 +142,7 @@ class IndexedDataset:
                             "files come from different runs or one is cut short. Preprocess the data again.")
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     @property
@@ -150,7 +150,7 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Read tokens ``[offset, offset + length)`` of sequence ``i``, as stored: ``dtype [length]``, not writable.
+        """Return tokens ``[offset, offset + length)`` of sequence ``i`` in the stored type, ``[length]``, not writable.
 
         Raises:
             DataError: a file has become shorter since it was opened, or the disk reports an error.
@@ -165,8 +165,8 @@ class IndexedDataset:
     def _read(self, start: int, count: int) -> np.ndarray:
         """Read ``count`` tokens from token ``start`` of the .bin file.
 
-        The file is read and not mapped into memory: reading a mapped file that was cut short, or that lies on a
-        disk with an error, ends the process with the signal SIGBUS and no message.
+        The file is not mapped into memory: if a mapped file is cut short or its disk has an error, reading it ends the
+        process with the signal SIGBUS and without a message.
         """
         position, wanted = start * self.dtype.itemsize, count * self.dtype.itemsize
         pieces = []
@@ -185,7 +185,7 @@ class IndexedDataset:
         return np.frombuffer(data, dtype=self.dtype.newbyteorder("<")).astype(self.dtype, copy=False)
 
     def _check_index_size(self) -> None:
-        """Refuse an index that became shorter: reading beyond the end of a mapped file ends the process."""
+        """Refuse an index file that has become shorter: reading beyond its end would end the process (SIGBUS)."""
         size = self._index.size()
         if size < self._index_size:
             raise self._has_shrunk(idx_path(self.prefix), size, self._index_size)
@@ -203,16 +203,16 @@ class IndexedDataset:
 
 
 class IndexedDatasetBuilder:
-    """Writes a token set; both files appear under their names only when complete.
+    """Write a token set. Both files get their names only when they are complete.
 
     Args:
-        prefix: path of the two files without ending.
+        prefix: path of the two files without ``.bin`` and ``.idx``.
         dtype: type of the stored tokens, see ``best_dtype``.
 
-    Use as a context manager: entering opens the files, leaving by an exception removes what is unfinished.
+    Use it as a context manager, which opens the files. When the ``with`` block ends by an exception, it removes them.
 
     Raises:
-        DataError: on entering, when the place cannot be written.
+        DataError: at the start of the ``with`` block, when the files cannot be created.
     """
 
     _file: IO[bytes]
@@ -223,8 +223,8 @@ class IndexedDatasetBuilder:
         if self.dtype not in DTYPE_CODES:
             raise ValueError(f"tokens cannot be stored as {self.dtype}")
         self._aside = f".writing-{os.getpid()}"
-        self._lengths: list[np.ndarray] = []  # int32 pieces
-        self._document_ends: list[np.ndarray] = []  # int64 pieces
+        self._lengths: list[np.ndarray] = []  # arrays of int32
+        self._document_ends: list[np.ndarray] = []  # arrays of int64
         self._num_sequences = 0
 
     def __enter__(self) -> IndexedDatasetBuilder:
@@ -243,8 +243,8 @@ class IndexedDatasetBuilder:
         """Add one document.
 
         Args:
-            tokens: all its tokens.
-            lengths: tokens per sequence; default: one sequence, or none when there are no tokens.
+            tokens: all tokens of the document.
+            lengths: tokens of each of its sequences; default: one sequence, or none where there are no tokens.
         """
         if lengths is None:
             lengths = [len(tokens)] if len(tokens) else []
@@ -252,13 +252,18 @@ class IndexedDatasetBuilder:
         self._add(self._convert(tokens), counts, np.array([len(counts)], dtype=np.int64))
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Add many documents of one sequence each: their tokens in a row, and tokens per document (0: empty)."""
+        """Add many documents of one sequence each.
+
+        Args:
+            tokens: the tokens of all documents, one document after another.
+            lengths: tokens of each document; 0 for an empty one.
+        """
         lengths = np.asarray(lengths, dtype=np.int64)
         filled = lengths > 0
         self._add(self._convert(tokens), lengths[filled], filled.astype(np.int64))
 
     def add_dataset(self, other: IndexedDataset) -> None:
-        """Append another token set of the same type, keeping its document entries."""
+        """Append all sequences and documents of another token set of the same type."""
         if other.dtype != self.dtype:
             raise DataError(f"{other.prefix}.bin holds {other.dtype} tokens and cannot be appended to a set of "
                             f"{self.dtype} tokens ({self.prefix}).")
@@ -310,7 +315,7 @@ class IndexedDatasetBuilder:
             raise cannot_write(bin_path(self.prefix), error) from None
         try:
             self._write_index()
-            # An older index must never stand beside the new tokens.
+            # Remove an older index first: a kill between the next two lines must not leave it beside the new tokens.
             with contextlib.suppress(FileNotFoundError):
                 os.remove(idx_path(self.prefix))
             os.replace(bin_path(self.prefix) + self._aside, bin_path(self.prefix))
@@ -329,7 +334,7 @@ class IndexedDatasetBuilder:
             _flush(index)
 
     def abort(self) -> None:
-        """Remove what has been written so far, also when an interrupt comes meanwhile or came while opening."""
+        """Remove the unfinished files, also when an interrupt arrives during the removal or arrived while opening."""
         try:
             self._remove_unfinished()
         except BaseException:
@@ -341,7 +346,7 @@ class IndexedDatasetBuilder:
             with contextlib.suppress(OSError):
                 os.remove(path + self._aside)
         if hasattr(self, "_file"):
-            with contextlib.suppress(OSError):  # what it still holds has nowhere to go (a full disk, say)
+            with contextlib.suppress(OSError):  # closing writes what is still buffered, which fails on a full disk
                 self._file.close()
 
 

@@ -1,7 +1,7 @@
-"""Read JSON lines: files, compressed or not, in batches of lines, and the texts of each line.
+"""Read files of JSON lines, plain or compressed with gzip, and extract the texts of each line.
 
-The preprocessor and the tokenizer's training read through this module, so both accept the same files and describe bad
-lines in the same words.
+The preprocessor and the training of tokenizers both use this module, so they accept the same files and report bad lines
+in the same way.
 """
 
 from __future__ import annotations
@@ -18,15 +18,22 @@ from typing import IO
 
 from megatron_sp.errors import DataError
 
-BATCH_BYTES = 1 << 18  # large enough that sending it costs nothing, small enough to keep all workers busy
+BATCH_BYTES = 1 << 18  # large, so that sending batches to workers is cheap; small, so that all workers get some
 BATCH_LINES = 2000
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs put it at the start of UTF-8 files; it is no character of a text
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs start UTF-8 files with these bytes; they are not part of the text
 UNREADABLE = (".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow")
 
 
 @dataclass(frozen=True)
 class LineBatch:
-    """Consecutive lines of one file; ``first`` is the number of the first, from 1."""
+    """Consecutive lines of one file.
+
+    Attributes:
+        path: the file.
+        first: number of the first line, counted from 1.
+        lines: the lines as bytes.
+        bytes_read: bytes of the file, compressed where it is, that were read for this batch.
+    """
 
     path: str
     first: int
@@ -35,10 +42,10 @@ class LineBatch:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """Return the files of ``--input`` in order, with the files that match where a pattern is given.
+    """Return the files that the values of ``--input`` name, in order. A pattern stands for all files that match it.
 
     Raises:
-        DataError: a file does not exist or has a format that is not read.
+        DataError: a file does not exist, or its format is not supported.
     """
     paths: list[str] = []
     for pattern in patterns:
@@ -56,7 +63,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def read_batches(paths: Iterable[str]) -> Iterator[LineBatch]:
-    """Read the lines of all files, in order, in batches; ``.gz`` files are unpacked on the way.
+    """Yield the lines of all files in order, in batches. Files with the ending ``.gz`` are decompressed.
 
     Raises:
         DataError: a file cannot be read.
@@ -76,7 +83,7 @@ def _batches_of(path: str, lines: Iterable[bytes], raw: IO[bytes]) -> Iterator[L
     first, size, before = 1, 0, 0
 
     def bytes_read() -> int:
-        return raw.tell() - before if raw.seekable() else size  # pipes do not know their position
+        return raw.tell() - before if raw.seekable() else size  # a pipe has no position: count the bytes of the lines
 
     for number, line in enumerate(lines, 1):
         batch.append(line)
@@ -90,7 +97,7 @@ def _batches_of(path: str, lines: Iterable[bytes], raw: IO[bytes]) -> Iterator[L
 
 
 class BadLine(Exception):
-    """A line that cannot be used; the text says why, ``kind`` is the group it is counted in."""
+    """A line that cannot be used. The message says why; ``kind`` is the reason by which such lines are counted."""
 
     def __init__(self, kind: str, detail: str = ""):
         super().__init__(kind + (f" ({detail})" if detail else ""))
@@ -101,10 +108,11 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
     """Return the texts of one JSON line, one for each key.
 
     Raises:
-        BadLine: not UTF-8, not JSON, a key is missing or not a string, or half of a character.
+        BadLine: the line is not UTF-8 or not a JSON object, a key is missing, its value is not a string, or the value
+            has a lone surrogate, which is half of a character.
     """
     try:
-        # Not only in the first line: files that begin with the mark may have been concatenated.
+        # Any line may begin with the mark, since files that begin with it may have been concatenated.
         text = line.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadLine("invalid UTF-8", f"byte {error.start + 1} of the line") from None
@@ -138,7 +146,13 @@ def _is_encodable(text: str) -> bool:
 
 def parse_lines(batch: LineBatch, keys: Sequence[str], complain: Callable[[int, BadLine], None]
                 ) -> tuple[list[int], list[list[str]]]:
-    """Return the numbers and texts of all lines that are not blank; bad lines go to ``complain``."""
+    """Return the numbers and the texts of all good lines. Blank lines are skipped.
+
+    Args:
+        batch: the lines.
+        keys: keys of the texts in each JSON object.
+        complain: called with the number of each bad line and the reason.
+    """
     numbers, rows = [], []
     for number, line in enumerate(batch.lines, batch.first):
         if not line.removeprefix(BYTE_ORDER_MARK).strip():
@@ -152,14 +166,20 @@ def parse_lines(batch: LineBatch, keys: Sequence[str], complain: Callable[[int, 
 
 
 class BadLines:
-    """Stops at a bad line, or counts it; call it with the number of the line and what is wrong.
+    """Handle bad lines: raise an error at the first one, or count them by reason.
+
+    Call the object with the number of the line and the reason, as ``parse_lines`` does.
 
     Args:
-        path: the file.
-        skip: count and go on instead of raising.
+        path: the file, for messages.
+        skip: whether to count bad lines instead of raising an error.
+
+    Attributes:
+        skipped: number of bad lines by reason.
+        first: file and number of the first bad line by reason.
 
     Raises:
-        DataError: on a call, unless ``skip``.
+        DataError: in a call, unless ``skip``.
     """
 
     def __init__(self, path: str, skip: bool):

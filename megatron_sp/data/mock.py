@@ -1,4 +1,4 @@
-"""MockDataset: random tokens that need no file; any window of a sample is computed alone."""
+"""Random tokens for runs without data files. Any part of a sample can be computed without the rest."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ _MASK = 2**64 - 1
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Hash 64-bit counters, uint64 to uint64, with the output function of SplitMix64."""
+    """Return a hash of each uint64 counter as uint64, with the output function of the generator SplitMix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class MockDataset:
-    """Uniform random tokens that depend on seed, sample and position only, so every rank makes the same ones.
+    """Uniformly random tokens. Each depends only on seed, sample and position, so all ranks compute the same ones.
 
     Args:
         vocab_size: tokens are below this.
-        seq_length: inputs in a sample.
-        num_samples: length of the dataset.
-        seed: of the tokens.
+        seq_length: inputs in a sample; a sample has one more token.
+        num_samples: number of samples.
+        seed: seed of the tokens.
+        name: name of the split, for messages.
     """
 
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int, name: str = "train"):
@@ -45,7 +46,7 @@ class MockDataset:
         return (_mix(counters) % np.uint64(self.vocab_size)).astype(np.int64)
 
     def source(self, sample: int) -> str:
-        """Return the flag that made a sample up: there is no file."""
+        """Return the flag that asked for random tokens, for messages: a sample comes from no file."""
         return "--mock-data"
 
     def describe(self) -> str:

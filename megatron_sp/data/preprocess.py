@@ -1,8 +1,8 @@
-"""Turn JSON lines into token sets, with many processes and the same bytes for any number of them.
+"""Tokenize JSON lines into token sets with many processes. The bytes written are the same for any number of them.
 
-The parent reads lines and sends batches of them to the workers, the workers parse and tokenize, and the parent writes
-the results in the order of the input. At most a few batches for each worker exist at a time, so memory does not grow
-with the corpus.
+The parent process reads lines and sends them to the workers in batches. The workers parse and tokenize. The parent
+writes the results in the order of the input. Only a few batches for each worker exist at a time, so memory does not
+grow with the corpus.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_sp.errors import DataError
 
 IN_FLIGHT_PER_WORKER = 4
-LONG_TEXT = 1 << 18  # characters from which on a text is encoded in parts of this length
-SAMPLE = 4096  # characters of one text in each batch that are decoded again and compared
+LONG_TEXT = 1 << 18  # characters; longer texts are tokenized in parts of about this length
+SAMPLE = 4096  # characters of one text in each batch that are encoded, decoded and compared with the original
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to do with every line.
+    """How to tokenize every line.
 
     Attributes:
-        data: tokenizer flags.
-        vocab_size: ``--vocab-size`` (NullTokenizer).
-        keys: JSON keys to tokenize, one token set each.
-        append_eod: end every document that is not empty with the end-of-document token.
-        skip_errors: skip and count bad lines instead of stopping.
-        parse_special: let special tokens that are spelled in a text become their ids (Hugging Face tokenizers).
+        data: the flags that describe the tokenizer.
+        vocab_size: ``--vocab-size``, for NullTokenizer.
+        keys: JSON keys whose texts are tokenized, into one token set for each key.
+        append_eod: whether every document that is not empty ends with the end-of-document token.
+        skip_errors: whether bad lines are skipped and counted instead of ending the program.
+        parse_special: whether the spelling of a special token in a text becomes that token (Hugging Face tokenizers).
     """
 
     data: Data
@@ -50,21 +50,22 @@ class Job:
     parse_special: bool = False
 
     def tokenizer(self) -> Tokenizer:
-        """Build the tokenizer of the job."""
+        """Build the tokenizer that the flags describe."""
         return build_tokenizer(self.data, self.vocab_size, self.parse_special)
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Tokens and document lengths for each key, and what was wrong.
+    """The tokens of a batch of lines, and counts for the report.
 
     Attributes:
-        tokens, lengths: for each key.
+        tokens: for each key, the tokens of all documents, one document after another.
+        lengths: for each key, the tokens of each document.
         unknown: for each key, how many tokens stand for text that the tokenizer cannot represent.
-        compared: texts that were decoded again, 0 or 1.
-        changed: where the first of them was whose text did not come back, or "".
+        compared: number of texts that were encoded and decoded for a comparison with the original, 0 or 1.
+        changed: file and line of that text if decoding did not return the original, else "".
         skipped, first_skipped: as in ``Summary``.
-        bytes_read: of the input, for the progress bar.
+        bytes_read: bytes of the input, for the progress bar.
     """
 
     tokens: list[np.ndarray]
@@ -82,11 +83,17 @@ class Summary:
     """Totals over all input.
 
     Attributes:
-        documents, empty, tokens, longest, unknown: per key. ``empty`` counts documents without text, ``unknown``
-            tokens that stand for text the tokenizer cannot represent.
-        compared, changed: texts that were decoded again, and those whose text did not come back.
-        first_changed: where the first of them was.
-        skipped: bad lines by reason; ``first_skipped``: where the first of each was.
+        keys: the JSON keys.
+        documents: number of documents, the same for every key.
+        tokens: number of tokens by key.
+        empty: number of documents without text by key.
+        longest: tokens of the longest document by key.
+        unknown: number of tokens, by key, that stand for text which the tokenizer cannot represent.
+        compared: number of texts that were encoded, decoded and compared with the original.
+        changed: number of those that decoding did not return as they were.
+        first_changed: file and line of the first of these.
+        skipped: number of bad lines by reason.
+        first_skipped: file and line of the first bad line by reason.
     """
 
     keys: tuple[str, ...]
@@ -117,10 +124,10 @@ class Summary:
 
 
 def encode_lines(batch: LineBatch, job: Job, tokenizer: Tokenizer) -> EncodedBatch:
-    """Parse and tokenize lines.
+    """Parse and tokenize a batch of lines.
 
     Raises:
-        DataError: a bad line, unless the job skips them.
+        DataError: a line is bad and the job does not skip bad lines.
     """
     complain = BadLines(batch.path, job.skip_errors)
     numbers, rows = parse_lines(batch, job.keys, complain)
@@ -136,27 +143,27 @@ def encode_lines(batch: LineBatch, job: Job, tokenizer: Tokenizer) -> EncodedBat
 
 
 def _compare(numbers: list[int], rows: list[list[str]], tokenizer: Tokenizer) -> tuple[int, int]:
-    """Decode the start of one text again.
+    """Encode and decode the start of one text, and compare the result with the original.
 
     Returns:
-        Number of texts compared, 0 or 1; and the line of a text that did not come back, or 0.
+        The number of texts compared, 0 or 1; and the number of that text's line if the result differs, else 0.
     """
     for number, row in zip(numbers, rows, strict=True):
         for text in row:
             if text.strip():
                 try:
                     return 1, 0 if tokenizer.gives_back(text[:SAMPLE]) else number
-                except Exception:  # refused by the tokenizer, and already counted as a bad line
+                except Exception:  # the tokenizer refuses this text; its line is already counted as bad
                     continue
     return 0, 0
 
 
 def _encode_rows(rows: list[list[str]], numbers: list[int], tokenizer: Tokenizer,
                  complain: Callable[[int, BadLine], None], num_keys: int, dtype: np.dtype) -> list[list[np.ndarray]]:
-    """Return token ids by key and row; a row that the tokenizer refuses is left out of all keys."""
+    """Return the token ids of each key and row. A row that the tokenizer refuses is left out for all keys."""
     try:
         return [_encode_texts([row[place] for row in rows], tokenizer, dtype) for place in range(num_keys)]
-    except Exception:  # find the row that caused it
+    except Exception:  # one row caused the error: encode them one by one to find it
         good: list[list[np.ndarray]] = [[] for _ in range(num_keys)]
         for number, row in zip(numbers, rows, strict=True):
             try:
@@ -170,16 +177,16 @@ def _encode_rows(rows: list[list[str]], numbers: list[int], tokenizer: Tokenizer
 
 
 def _encode_texts(texts: list[str], tokenizer: Tokenizer, dtype: np.dtype) -> list[np.ndarray]:
-    """Return the token ids of each text; long texts are encoded in parts, the others together."""
+    """Return the token ids of each text. Long texts are encoded in parts, all others in one call."""
     short = iter(tokenizer.encode_batch([text for text in texts if len(text) < LONG_TEXT]))
-    # As arrays at once: a list of Python numbers takes 20 times the memory.
+    # Convert each list to an array immediately: a list of Python integers takes up to 20 times the memory.
     return [np.array(next(short), dtype=dtype) if len(text) < LONG_TEXT else
             np.concatenate([np.array(ids, dtype=dtype) for ids in tokenizer.encode_in_parts(text, LONG_TEXT)])
             for text in texts]
 
 
 def _pack(documents: list[np.ndarray], eod: int | None, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return all tokens in one row, and the length of each document; an empty document stays empty."""
+    """Return all tokens in one array, and each document's length; ``eod`` is appended unless a document is empty."""
     end = np.array([] if eod is None else [eod], dtype=dtype)
     lengths = np.fromiter((len(ids) + len(end) if len(ids) else 0 for ids in documents), dtype=np.int64,
                           count=len(documents))
@@ -188,14 +195,14 @@ def _pack(documents: list[np.ndarray], eod: int | None, dtype: np.dtype) -> tupl
 
 
 class _Worker:
-    """State of a worker process: its tokenizer."""
+    """What a worker process keeps between batches: the job and its tokenizer."""
 
     job: Job
     tokenizer: Tokenizer
 
     @classmethod
     def start(cls, job: Job) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too; the parent stops them
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         cls.job = job
         cls.tokenizer = job.tokenizer()
@@ -206,16 +213,22 @@ class _Worker:
 
 
 def encode_all(batches: Iterable[LineBatch], job: Job, tokenizer: Tokenizer, workers: int) -> Iterator[EncodedBatch]:
-    """Encode batches with ``workers`` processes (1: in this one); results come in input order.
+    """Yield the encoded batches in the order of the input.
+
+    Args:
+        batches: the lines.
+        job: how to tokenize them.
+        tokenizer: the tokenizer of this process.
+        workers: number of processes that tokenize; 1: this process does it.
 
     Raises:
-        DataError: a bad line or a worker that died.
+        DataError: a line is bad, or a worker process died.
     """
     if workers <= 1:
         for batch in batches:
             yield encode_lines(batch, job, tokenizer)
         return
-    # Spawned, never forked: a fork copies the tokenizer library's locks in whatever state they are.
+    # Processes are spawned: a forked one would inherit the tokenizer library's locks, perhaps locked forever.
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_Worker.start, initargs=(job,))
     waiting: deque[Future[EncodedBatch]] = deque()
     try:
@@ -234,20 +247,20 @@ def encode_all(batches: Iterable[LineBatch], job: Job, tokenizer: Tokenizer, wor
 
 def preprocess(paths: Sequence[str], output_prefix: str, job: Job, workers: int,
                progress: Callable[[EncodedBatch, Summary], None] = lambda batch, summary: None) -> Summary:
-    """Write ``{output_prefix}_{key}_document.bin/.idx`` for every key; they appear only when complete.
+    """Write ``{output_prefix}_{key}_document.bin`` and ``.idx`` for every key. They appear only when they are complete.
 
     Args:
         paths: jsonl or jsonl.gz files.
-        output_prefix: path of the results without key and ending.
-        job: what to do with each line.
-        workers: processes that tokenize.
-        progress: called after each batch.
+        output_prefix: path of the output files without key and ending.
+        job: how to tokenize each line.
+        workers: number of processes that tokenize.
+        progress: called after each batch, with the batch and the totals so far.
 
     Call ``runtime.keep_tokenizers_single_threaded`` first, as the tool does. Otherwise each worker process starts one
     tokenizer thread for every core.
 
     Raises:
-        DataError: input or tokenizer is at fault; nothing that looks valid is left behind.
+        DataError: the input or the tokenizer is at fault. No output files are left behind.
     """
     tokenizer = job.tokenizer()
     if job.append_eod and tokenizer.eod is None:
@@ -257,7 +270,7 @@ def preprocess(paths: Sequence[str], output_prefix: str, job: Job, workers: int,
         dtype = best_dtype(tokenizer.vocab_size)
         builders = [IndexedDatasetBuilder(f"{output_prefix}_{key}_document", dtype) for key in job.keys]
         for builder in builders:
-            stack.push(builder)  # registered before its files exist: an interrupt may come right after they do
+            stack.push(builder)  # before its files exist, since an interrupt may arrive as soon as they do
             builder.__enter__()
         encoded = encode_all(read_batches(paths), job, tokenizer, workers)
         stack.callback(encoded.close)  # type: ignore[attr-defined]

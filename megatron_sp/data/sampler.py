@@ -1,17 +1,17 @@
-"""Which samples a data-parallel rank reads: a pure function of the samples consumed so far."""
+"""Compute which samples a data-parallel rank reads, from the number of samples consumed so far."""
 
 from __future__ import annotations
 
 
 class GlobalBatchSampler:
-    """Megatron's order: consecutive ids, dealt out microbatch by microbatch over the data-parallel ranks."""
+    """Megatron's rule: the ids of a global batch are consecutive, and data-parallel ranks take microbatches in turn."""
 
     @staticmethod
     def microbatches(consumed_samples: int, global_batch_size: int, micro_batch_size: int,
                      dp_rank: int, dp_size: int) -> list[list[int]]:
-        """Global sample ids of each microbatch of one rank.
+        """Return the global sample ids of each microbatch of one rank.
 
-        The batch is the ids ``[consumed_samples, consumed_samples + global_batch_size)``; microbatch ``j`` of
+        The global batch has the ids ``[consumed_samples, consumed_samples + global_batch_size)``; microbatch ``j`` of
         rank ``r`` takes ``consumed_samples + (j * dp_size + r) * micro_batch_size + [0, micro_batch_size)``.
 
         Returns:

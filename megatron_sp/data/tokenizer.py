@@ -1,4 +1,4 @@
-"""Tokenizers of several libraries behind one small interface; a library is imported only when it is needed."""
+"""One interface to the tokenizers of several libraries. A library is imported when its first tokenizer is built."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ GPT2_EOD = "<|endoftext|>"
 
 
 class Tokenizer(ABC):
-    """Turns text into token ids and back.
+    """Turn text into token ids, and token ids into text.
 
     Attributes:
-        vocab_size: the largest id plus 1, without padding.
-        eod: id that ends a document, or None.
-        unknown: id that stands for text the tokenizer cannot represent, or None.
+        vocab_size: the largest id plus 1, without the padding that the embedding adds.
+        eod: id of the end-of-document token; None: the tokenizer has none.
+        unknown: id that stands for text which the tokenizer cannot represent; None: there is none.
     """
 
     vocab_size: int
@@ -33,35 +33,35 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
+        """Return the text that these token ids stand for."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of many texts, computed in this thread."""
+        """Return the token ids of each text. The library starts no threads for this."""
         return [self.encode(text) for text in texts]
 
     def encode_in_parts(self, text: str, length: int) -> Iterator[list[int]]:
-        """Return the token ids of a long text, some at a time; together they equal ``encode`` of the whole text.
+        """Yield the token ids of a long text part by part; together they are those of ``encode``.
 
-        Tokenizer libraries need a hundred bytes and more for each byte of one text. A tokenizer for which
-        ``long_text`` knows where no token can span encodes a long text in parts; any other encodes it at once.
+        Tokenizer libraries need a hundred or more bytes of memory for each byte of a text, so long texts are encoded in
+        parts where ``long_text`` knows safe cuts for the tokenizer. Otherwise the whole text is one part.
 
         Args:
             text: the text.
-            length: characters that a part has at least.
+            length: least number of characters in a part, except the last.
         """
         yield self.encode(text)
 
     def gives_back(self, text: str) -> bool:
-        """Return whether decoding the tokens of a text gives the same text."""
+        """Return whether encoding and then decoding a text returns the same text."""
         return self.decode(self.encode(text)) == text
 
 
 class GPT2BPETokenizer(Tokenizer):
-    """GPT-2's byte-level BPE. ``<|endoftext|>`` spelled in a text becomes that token, as in Megatron.
+    """GPT-2's byte-level BPE. Where a text spells ``<|endoftext|>``, it is encoded as that token, as in Megatron.
 
     Args:
-        vocab_file: vocab.json.
-        merge_file: merges.txt.
+        vocab_file: path of vocab.json.
+        merge_file: path of merges.txt.
     """
 
     def __init__(self, vocab_file: str, merge_file: str):
@@ -70,7 +70,7 @@ class GPT2BPETokenizer(Tokenizer):
 
         try:
             model = models.BPE.from_file(vocab_file, merge_file)
-        except Exception as error:  # the library raises bare Exceptions
+        except Exception as error:  # the library raises Exception itself, no subclass
             raise DataError(f"--vocab-file {vocab_file} and --merge-file {merge_file} are not a GPT-2 vocabulary and "
                             f"its merges: {error}") from None
         self._tokenizer = tokenizers.Tokenizer(model)
@@ -99,11 +99,11 @@ class GPT2BPETokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model.
 
-    ``eod`` is the model's end-of-sentence piece; a model without one gets one id more, at the end.
+    ``eod`` is the model's end-of-sentence piece. A model without that piece gets an additional last id for it.
 
     Args:
-        model_file: the .model file.
-        begin: put the model's begin-of-sentence id before every text (Llama2Tokenizer).
+        model_file: path of the .model file.
+        begin: whether the model's begin-of-sentence id is put before every text (Llama2Tokenizer).
     """
 
     def __init__(self, model_file: str, begin: bool = False):
@@ -132,7 +132,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [self._before + ids for ids in encoded] if self._before else encoded
 
     def encode_in_parts(self, text: str, length: int) -> Iterator[list[int]]:
-        if self._cutter is None:  # made when needed: it looks at every piece
+        if self._cutter is None:  # built at the first long text, because that reads every piece of the vocabulary
             self._cutter = long_text.sentencepiece_cutter(self._model)
         yield self._before
         for part in self._cutter(text, length):
@@ -143,15 +143,15 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A Hugging Face tokenizer in a directory, or by a name that is in the local cache; the network is never used.
+    """A Hugging Face tokenizer from a directory or from the local cache. The network is never used.
 
-    Special tokens are not added around texts; ``eod`` is the tokenizer's end-of-sentence token. A special token that
-    is spelled in a text, such as ``<s>``, is plain text: a web page about tokenizers must not end a document.
+    ``eod`` is the tokenizer's end-of-sentence token. No special tokens are added around a text. Where a text spells a
+    special token, such as ``<s>``, it is encoded as plain text: a web page about tokenizers must not end a document.
 
     Args:
-        name_or_path: the directory.
-        trust_remote_code: whether the directory's own Python code may run.
-        parse_special: whether special tokens spelled in a text become their ids after all.
+        name_or_path: the directory, or the name of a tokenizer in the local cache.
+        trust_remote_code: whether Python code in the directory may run.
+        parse_special: whether the spelling of a special token in a text is encoded as that token after all.
     """
 
     def __init__(self, name_or_path: str, trust_remote_code: bool = False, parse_special: bool = False):
@@ -163,15 +163,15 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 name_or_path, local_files_only=True, trust_remote_code=trust_remote_code)
-        except Exception as error:  # many kinds, from many depths
+        except Exception as error:  # transformers and the libraries below it raise many types
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise DataError(f"--tokenizer-model {name_or_path} cannot be loaded as a Hugging Face tokenizer: {reason} "
                             "Give a local directory with its files.") from None
         finally:
             logging.set_verbosity(verbosity)
-        self._tokenizer.model_max_length = 10**12  # else it warns about every long document
+        self._tokenizer.model_max_length = 10**12  # otherwise it warns at every long document
         self._tokenizer.split_special_tokens = not parse_special
-        # Not len(): ids may have holes, and the embedding needs a row for the largest.
+        # len() would be too small where ids are not consecutive: the embedding needs a row for the largest id.
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.unknown = self._tokenizer.unk_token_id
         self.eod = self._tokenizer.eos_token_id
@@ -189,7 +189,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Reads texts that are numbers with blanks between them. ``eod`` is ``vocab_size - 1``, as in Megatron-core."""
+    """Encode texts that are token ids with blanks between them. ``eod`` is ``vocab_size - 1``, as in Megatron-core."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -206,7 +206,7 @@ class NullTokenizer(Tokenizer):
         return ids
 
     def gives_back(self, text: str) -> bool:
-        return True  # only the blanks can differ, and they mean nothing here
+        return True  # decoding can only change blanks, which carry no meaning here
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
@@ -254,7 +254,7 @@ def build_tokenizer(data: Data, model_vocab_size: int = 0, parse_special: bool =
         parse_special: see ``HuggingFaceTokenizer``; no other tokenizer reads it.
 
     Raises:
-        DataError: a missing flag, or a file that is missing or damaged.
+        DataError: a flag is missing, or a file is missing or damaged.
     """
     makers: dict[str, Callable[[Data, int, bool], Tokenizer]] = dict(
         GPT2BPETokenizer=_gpt2, SentencePieceTokenizer=_sentencepiece, GPTSentencePieceTokenizer=_sentencepiece,

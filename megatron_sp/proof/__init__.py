@@ -1,1 +1,1 @@
-"""Proof that a layout computes what one process computes: a plain model, and the comparison with it."""
+"""Prove that a layout computes what one process computes: a plain model, and the comparison of a training with it."""

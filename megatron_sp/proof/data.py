@@ -1,7 +1,7 @@
-"""Tokens for a proof: random samples in memory, or token files of random documents; and whole batches of them.
+"""Make the tokens of a proof: random samples in memory, token files of random documents, and whole batches.
 
-A prediction has no loss where its input is the end-of-document token, as under ``--eod-mask-loss``. So every mask is
-made by placing that token, and the framework's own data reader computes the labels of each rank.
+A proof masks losses as ``--eod-mask-loss`` does: a prediction has no loss if its input is the end-of-document token. So
+a mask is made by placing that token, and the framework's own data reader computes the labels of each rank.
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.proof.reference import Batch
 
-#: Label without loss.
+#: The label of a position that has no loss.
 IGNORED = -100
-#: End-of-document token of ``batch``.
+#: End-of-document token in batches that ``batch`` makes.
 END = 0
+#: Number of documents in the token files of a proof.
 DOCUMENTS = 60
 
 
 def batch(run: Run, masked: str = "nothing", seed: int = 7) -> Batch:
-    """Return a global batch of random tokens and their labels, each ``[B, s]`` int64.
+    """Return a global batch of random tokens and its labels, each ``[B, s]`` int64.
 
     Args:
-        masked: which labels are -100, because their input is the token 0. ``nothing``; ``eod``: a fifth of them;
-            ``late half``: the second half of each sequence (whole shards at sp 2 and 4); ``a sample``: every second
-            sequence; ``all but one``: all labels but one; ``ragged``: a different number in each sequence, at random.
+        run: gives the sizes.
+        masked: which labels are -100, because their input is the token 0. ``nothing``: none; ``eod``: a random fifth;
+            ``late half``: the second half of each sequence, which is all labels of some ranks at sp 2 and 4;
+            ``a sample``: every second sequence; ``all but one``: all labels but one; ``ragged``: a random share, which
+            grows from sequence to sequence.
+        seed: seed of the tokens and of the masks.
     """
     size, length = run.train.global_batch_size, run.data.seq_length
     generator = torch.Generator().manual_seed(seed)
@@ -58,25 +62,25 @@ def batch(run: Run, masked: str = "nothing", seed: int = 7) -> Batch:
 
 
 def inputs_and_labels(text: Tensor, end: int | None) -> Batch:
-    """Return the inputs of ``[B, s+1]`` tokens and the labels, each ``[B, s]``: -100 where the input is ``end``."""
+    """Split tokens ``[B, s+1]`` into inputs and labels, each ``[B, s]``; a label is -100 where the input is ``end``."""
     tokens, labels = text[:, :-1].clone(), text[:, 1:].clone()
     return tokens, labels if end is None else labels.masked_fill(tokens == end, IGNORED)
 
 
 class TokenSet:
-    """Samples in memory, in the form that the data reader reads.
+    """A dataset of samples in memory, for the framework's data reader.
 
     Args:
-        batches: tokens and labels as ``batch`` makes them, each ``[B, s]``; the samples follow one another.
+        batches: tokens and labels as ``batch`` makes them, each ``[B, s]``. Sample k of the dataset is row k of all.
 
     Attributes:
-        masks: whether predictions made from the token 0 have no loss.
+        masks: whether predictions whose input is the token 0 have no loss.
     """
 
     def __init__(self, batches: Sequence[Batch]):
         tokens, labels = (torch.cat(parts) for parts in zip(*batches))
         self.masks = bool((labels == IGNORED).any())
-        last = labels[:, -1:].clamp(min=END)  # nobody reads a last label that is masked
+        last = labels[:, -1:].clamp(min=END)  # a masked label is -100, which is no token: any token will do
         self.text = torch.cat((tokens, last), dim=1).numpy()  # [samples, s + 1]
         again = inputs_and_labels(torch.from_numpy(self.text), END if self.masks else None)[1]
         assert torch.equal(again, labels), "labels that no text with masked end-of-document tokens has"
@@ -90,7 +94,7 @@ class TokenSet:
         return self.text[sample, start:stop]
 
     def source(self, sample: int) -> str:
-        """Return where a sample comes from, for messages: there is no file."""
+        """Return where a sample comes from, for messages."""
         return "the proof's tokens"
 
     def describe(self) -> str:
@@ -98,22 +102,22 @@ class TokenSet:
 
 
 def read_from_memory(run: Run, mesh: ParallelMesh, batches: Sequence[Batch]) -> BatchReader:
-    """Return the framework's data reader of this rank over batches in memory."""
+    """Return the framework's data reader for this rank, which reads the batches from memory."""
     samples = TokenSet(batches)
     layout = SequenceLayout.of(run.parallel, run.data.seq_length)
     return BatchReader(samples, layout, mesh.rank("sp"), mesh.rank("dp"), mesh.size("dp"), END, samples.masks)
 
 
 def local_microbatches(run: Run, mesh: ParallelMesh, tokens: Tensor, labels: Tensor) -> list[Microbatch]:
-    """Return this rank's microbatches of a global batch, ``[B, s]`` each, through the framework's data reader."""
+    """Return this rank's microbatches of a global batch (``[B, s]`` each), read by the framework's data reader."""
     return read_from_memory(run, mesh, [(tokens, labels)]).read(0, len(tokens), run.train.micro_batch_size)
 
 
 def write_documents(run: Run, prefix: Path, seed: int = 0) -> None:
     """Write a token set of random documents, some shorter and some longer than a sequence.
 
-    Each ends in the end-of-document token, and has a number of them inside that differs from document to document, so
-    that samples and shards differ in their number of valid labels.
+    Each document ends with the end-of-document token. It also has such tokens at random places, from none to more than
+    half of the document, so that samples and ranks differ in their number of valid labels.
     """
     random = np.random.default_rng(seed)
     end = run.model.vocab_size - 1
@@ -127,9 +131,9 @@ def write_documents(run: Run, prefix: Path, seed: int = 0) -> None:
 
 
 def whole_batches(run: Run, dataset: Dataset, count: int) -> list[Batch]:
-    """Return the first global batches of a data set, whole, for the plain model.
+    """Return the first ``count`` global batches of a data set for the plain model.
 
-    Labels are made from whole sequences here, not by the data reader.
+    The labels are made here from whole sequences, without the framework's data reader, which the proof tests.
     """
     size, end = run.train.global_batch_size, run.model.vocab_size - 1
     text = [torch.from_numpy(np.stack([dataset.window(sample, 0, run.data.seq_length + 1).astype(np.int64)

@@ -1,7 +1,7 @@
-"""Processes on this machine that form a process group on CPU, for a proof without a launcher.
+"""Start processes on this machine that form a process group on CPUs, for a proof without a launcher.
 
-They are forked from a server that has imported torch once, and meet through a store that the parent holds,
-as torchrun's do, so that no port has to be guessed.
+They are forked from a server process that has imported torch once. They meet through a store in the parent, which
+lets the system choose a free port.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from typing import Any
 from megatron_sp import runtime
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "megatron_sp.proof.steps"]
-#: Seconds the others get to report an error of their own after the first one.
+#: Seconds to wait for errors of other ranks after the first rank has reported an error.
 GRACE = 2.0
 
 
 class ProcessesFailedError(RuntimeError):
-    """A process failed, died or did not finish; the text has its traceback."""
+    """A process raised an exception, died, or did not finish in time. The message has its rank and its traceback."""
 
 
 def run_processes(function: Callable[..., Any], world_size: int, *args: Any, timeout: float) -> Any:
     """Call ``function(*args)`` on every rank of a new process group and return rank 0's result.
 
     Args:
-        function: at the top level of a module.
-        timeout: seconds, after which the processes are ended.
+        function: a function at the top level of a module, so that it can be pickled.
+        world_size: number of processes.
+        args: arguments of the function; they must be picklable.
+        timeout: seconds after which the processes are killed.
 
     Raises:
-        ProcessesFailedError: with the traceback of the first process that failed.
+        ProcessesFailedError: a process failed; the message has the traceback of the first one.
     """
     import torch.distributed as dist
 
@@ -57,7 +59,7 @@ def run_processes(function: Callable[..., Any], world_size: int, *args: Any, tim
 
 
 def _collect(started: dict[Connection, tuple[int, BaseProcess]], deadline: float, timeout: float) -> Any:
-    """Rank 0's result."""
+    """Wait for the answers of all ranks and return rank 0's result."""
     waiting, errors, result = dict(started), list[str](), None
     while waiting and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), timeout=left):
@@ -82,7 +84,7 @@ def _collect(started: dict[Connection, tuple[int, BaseProcess]], deadline: float
 
 def _serve(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int,
            connection: Connection) -> None:
-    """A rank's life."""
+    """Run one rank: join the process group, call the function, and send the result or the traceback to the parent."""
     try:
         import torch
 
@@ -90,6 +92,6 @@ def _serve(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world
         runtime.join_local_group(rank, world_size, port)
         answer = True, function(*args)
         runtime.stop()
-    except BaseException:  # the parent judges
+    except BaseException:  # of any kind: the parent raises it
         answer = False, traceback.format_exc()
     connection.send(answer if rank == 0 or not answer[0] else (True, None))

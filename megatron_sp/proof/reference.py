@@ -1,11 +1,13 @@
-"""The reference of all exactness proofs: a GPT and its training step, written plainly from their mathematics.
+"""The plain model that all proofs compare with: a GPT and its training, written directly from the mathematics.
 
-One process, whole sequences, whole weights, no parallel code. From the framework it takes the types of the
-configuration and the source of dropout masks (whose keys it computes itself), and nothing else: who owns which token,
-head or layer, the schedule, clipping and the loss are written here a second time, so that a fault in the framework
-cannot hide in the reference. Letters: B sequences of a global batch, s tokens of a sequence, h hidden, n query heads,
-g key/value heads, d head width, V vocabulary (unpadded). Weights are ``[out, in]`` under the names that the framework
-gives its parameters.
+It runs on one process, on whole sequences and whole weights, without parallel code. It uses only two parts of the
+framework: the types of the configuration, and the generator of dropout masks, whose keys it computes itself. The loss,
+clipping, the learning rate and the order of tokens over ranks are written here a second time, so that a fault in the
+framework is not repeated in the model that should reveal it.
+
+Letters in shapes: B sequences of a global batch, s tokens of a sequence, h hidden size, n query heads, g key/value
+heads, d head width, V vocabulary without padding. Weights are ``[out, in]`` and have the names of the framework's
+parameters.
 """
 
 from __future__ import annotations
@@ -22,17 +24,18 @@ from megatron_sp.config.schema import Model, Run
 from megatron_sp.parallel.random import Dropout
 
 Weights = dict[str, Tensor]
-#: Tokens and labels of a global batch, each ``[B, s]`` int64; labels are -100 where no loss is taken.
+#: Tokens and labels of a global batch, each ``[B, s]`` int64; labels are -100 where there is no loss.
 Batch = tuple[Tensor, Tensor]
-#: ``drop(site, x)``: x with the dropout of this site. For attention probabilities ``drop(site, x, head)``.
+#: ``drop(site, x)`` returns x after the dropout at this place of the model; ``drop(site, x, head)`` does so for the
+#: attention probabilities of a head.
 Drop = Callable[..., Tensor]
-#: ``dropout(first)``: the ``Drop`` of a global batch whose first sample has this number in the training order.
+#: ``dropout(first)`` returns the ``Drop`` for a global batch whose first sample has this number in the training order.
 Dropping = Callable[[int], Drop]
 
 
 @dataclass
 class Step:
-    """What one training step gives; all tensors whole, vocabulary unpadded."""
+    """The results of one training step: whole tensors by parameter name, without padding of the vocabulary."""
 
     loss: float  # nats per valid token
     grad_norm: float  # before clipping
@@ -42,24 +45,25 @@ class Step:
 
 
 def keep_all(site: str, x: Tensor, head: int = 0) -> Tensor:
-    """Return x: no dropout."""
+    """Return x unchanged: the ``Drop`` of a model without dropout."""
     return x
 
 
 def dropout_sites(model: Model) -> list[str]:
-    """Every place that drops: the embedding, and of each layer the attention probabilities and both branches."""
+    """Return the names of all places with dropout: the embedding, and in each layer the attention and both branches."""
     places = ("attention", "attention-output", "mlp-output")
     return ["embedding", *(f"{layer}/{place}" for layer in range(model.num_layers) for place in places)]
 
 
 def keyed_dropout(run: Run, first_sample: int = 0) -> Drop:
-    """Return the dropout of a global batch, with the masks that the framework draws for these samples.
+    """Return the dropout of a global batch, with the same masks that the framework draws for its samples.
 
-    The masks come from the framework's generator; their keys are computed here. Hidden states have one mask for each
-    sample and each rank's part of the tokens; probabilities one for each sample and head, whatever the layout, of a
-    block of up to 512 queries.
+    The masks come from the framework's generator, but their keys are computed here. For hidden states there is one mask
+    for each sample and each rank's part of the tokens. For attention probabilities there is one for each sample, head
+    and block of 512 queries in every layout.
 
     Args:
+        run: gives the dropout probabilities, the seed and the layout.
         first_sample: number of the batch's first sample in the training order.
     """
     parallel = run.parallel
@@ -88,10 +92,13 @@ def keyed_dropout(run: Run, first_sample: int = 0) -> Drop:
 
 
 def tokens_by_rank(length: int, ring: int) -> Tensor:
-    """Return the positions of a sequence in the order in which its ranks hold them, ``[s]`` int64.
+    """Return all positions of a sequence in the order of the ranks that own them, ``[s]`` int64.
 
-    Without a ring every rank holds the next run of tokens. A ring cuts the sequence into 2 x ring chunks, and its
-    member r holds chunks r and 2 x ring - 1 - r, so that all have the same work under the causal mask.
+    Without a ring, each rank owns the next contiguous part. A ring cuts the sequence into 2 x ring chunks, and its
+    member r owns chunks r and 2 x ring - 1 - r. So all members have equal work under the causal mask. A ring of 2::
+
+        chunk     0        1        2        3
+        owner     member 0 member 1 member 1 member 0
     """
     if ring == 1:
         return torch.arange(length)
@@ -104,12 +111,13 @@ def reference_training(weights: Weights, run: Run, batches: Sequence[Batch],
     """Train the plain model and return one ``Step`` for each batch.
 
     The loss is the mean over the valid tokens of the global batch. Gradients are clipped by their global norm. Weight
-    decay concerns matrices only. The learning rate follows the run's schedule.
+    decay applies to matrices only. The learning rate follows the run's schedule.
 
     Args:
-        weights: full tensors by parameter name.
+        weights: whole tensors by parameter name, before the first step.
+        run: gives the model, the optimizer and the schedule.
         batches: one global batch for each step.
-        dropout: gives the dropout of a batch from the number of its first sample; default: none.
+        dropout: returns the dropout of a batch from the number of its first sample; default: no dropout.
     """
     leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
     optimizer = _optimizer(run, list(leaves.values()))
@@ -140,8 +148,8 @@ def reference_training(weights: Weights, run: Run, batches: Sequence[Batch],
 def learning_rate(run: Run, consumed: int) -> float:
     """Return the learning rate of the step that starts after ``consumed`` samples.
 
-    Linear from lr-warmup-init to the peak during the warm-up; then a linear or cosine decay to min-lr, which is reached
-    at the end of the horizon; the constant style stays at the peak.
+    It rises linearly from lr-warmup-init to lr during the warm-up. Then it decays linearly or like a cosine to min-lr,
+    or stays at lr (style constant). The decay ends after lr-decay-iters, or at the end of the training.
     """
     flags, batch = run.schedule, run.train.global_batch_size
     warmup, horizon = flags.lr_warmup_iters * batch, (flags.lr_decay_iters or run.train.train_iters) * batch
@@ -166,7 +174,7 @@ def _optimizer(run: Run, leaves: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def reference_evaluation(weights: Weights, run: Run, batches: Sequence[Batch]) -> float:
-    """Return the mean loss per valid token of several global batches, in nats; no dropout."""
+    """Return the mean loss per valid token of several global batches, in nats, without dropout."""
     with torch.no_grad():
         sums, counts = zip(*(reference_loss(weights, run, tokens, labels) for tokens, labels in batches))
     return float(sum(sums)) / sum(counts)
@@ -174,14 +182,15 @@ def reference_evaluation(weights: Weights, run: Run, batches: Sequence[Batch]) -
 
 def reference_loss(weights: Weights, run: Run, tokens: Tensor, labels: Tensor,
                    positions: Tensor | None = None, drop: Drop = keep_all) -> tuple[Tensor, int]:
-    """Loss of a whole batch.
+    """Return the loss of a whole batch.
 
     Args:
-        weights: full tensors by parameter name, of any floating type, which is the type of the computation.
+        weights: whole tensors by parameter name. Their floating-point type is the type of the computation.
+        run: gives the model.
         tokens: ``[B, s]`` int64.
-        labels: ``[B, s]`` int64, -100 where no loss is taken.
-        positions: ``[B, s]`` int64; default 0 .. s-1.
-        drop: dropout, such as ``keyed_dropout``; default: none.
+        labels: ``[B, s]`` int64, -100 where there is no loss.
+        positions: ``[B, s]`` int64; default: 0 to s - 1.
+        drop: dropout, such as that of ``keyed_dropout``; default: no dropout.
 
     Returns:
         The sum of the losses of the valid tokens in nats, and their number.
@@ -195,7 +204,7 @@ def reference_loss(weights: Weights, run: Run, tokens: Tensor, labels: Tensor,
 
 def reference_logits(weights: Weights, model: Model, tokens: Tensor, positions: Tensor | None = None,
                      drop: Drop = keep_all) -> Tensor:
-    """``[B, s, V]`` logits of ``[B, s]`` tokens."""
+    """Return the logits ``[B, s, V]`` of tokens ``[B, s]``."""
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     x = weights["embedding.word.weight"][tokens]  # [B, s, h]
@@ -211,7 +220,7 @@ def reference_logits(weights: Weights, model: Model, tokens: Tensor, positions: 
 
 def reference_block(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor,
                     drop: Drop = keep_all) -> Tensor:
-    """One layer: ``[B, s, h]`` to ``[B, s, h]``."""
+    """Return the output of the layer ``name`` for the input x, both ``[B, s, h]``."""
     layer = name.removeprefix("layers.")
     normed = _norm(weights, f"{name}.input_norm", model, x)
     branch = _attention(weights, f"{name}.attention", model, normed, positions, partial(drop, f"{layer}/attention"))
@@ -234,7 +243,7 @@ def _norm(weights: Weights, name: str, model: Model, x: Tensor) -> Tensor:
 
 
 def _attention(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor, drop: Drop) -> Tensor:
-    """Causal attention; query head i reads key/value head ``i * g // n``."""
+    """Return causal attention, ``[B, s, h]`` to ``[B, s, h]``. Query head i uses key/value head ``i * g // n``."""
     n, g, d = model.num_attention_heads, model.num_query_groups, model.kv_channels
     batch, length, _ = x.shape
     q = _linear(weights, f"{name}.query", x).view(batch, length, n, d)
@@ -255,10 +264,10 @@ def _attention(weights: Weights, name: str, model: Model, x: Tensor, positions: 
 
 
 def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
-    """Rotary embedding of ``[B, s, heads, d]``: each pair of channels turns by position x frequency.
+    """Return x, ``[B, s, heads, d]``, with rotary embedding: each pair of channels is rotated by position x frequency.
 
-    The first ``rotary_percent`` of the channels turn. Pair j is channels (j, j + half), or (2j, 2j+1)
-    when interleaved.
+    Only the first ``rotary_percent`` of the channels are rotated. Pair j is the channels (j, j + half), or (2j, 2j + 1)
+    if ``rotary_interleaved``.
     """
     turned = int(x.shape[-1] * model.rotary_percent)
     angles = positions.double()[..., None] * rotary_frequencies(turned, model)  # [B, s, turned/2]
@@ -276,10 +285,14 @@ def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
 
 
 def rotary_frequencies(turned: int, model: Model) -> Tensor:
-    """``[turned/2]`` radians per position in fp64: ``base^(-2j/turned)``, scaled as configured.
+    """Return the frequency ``base^(-2j/turned)`` of each pair j of channels: ``[turned/2]`` fp64 radians per position.
 
-    Llama-3.1 scaling: wavelengths above 8192 tokens are stretched by the factor, those below 2048 kept,
-    those between blended by how many turns fit into 8192 tokens (1 to 4).
+    With Llama-3.1 scaling, a wavelength above 8192 tokens is multiplied by the factor, and one below 2048 is kept. In
+    between the frequencies are interpolated by how many wavelengths fit into 8192 tokens (1 to 4).
+
+    Args:
+        turned: number of channels that are rotated.
+        model: gives the base and the scaling.
     """
     frequencies = []
     for pair in range(turned // 2):
@@ -311,7 +324,7 @@ def _mlp(weights: Weights, name: str, model: Model, x: Tensor) -> Tensor:
 
 
 def weight_shapes(run: Run) -> dict[str, tuple[int, ...]]:
-    """Logical shape of every parameter (vocabulary unpadded), by name."""
+    """Return the whole shape of every parameter by name, without padding of the vocabulary."""
     model = run.model
     h, f, d = model.hidden_size, model.ffn_hidden_size, model.kv_channels
     n, g, vocabulary = model.num_attention_heads, model.num_query_groups, model.vocab_size
@@ -343,7 +356,7 @@ def weight_shapes(run: Run) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(run: Run, seed: int = 0, dtype: torch.dtype = torch.float64) -> Weights:
-    """Full random weights in which nothing is 0 or 1, so that a forgotten bias or norm shows."""
+    """Return whole random weights by name. No bias is 0 and no norm weight is 1, so leaving one out has an effect."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in weight_shapes(run).items():

@@ -1,8 +1,8 @@
-"""Make a run small enough to prove on a few CPU processes, without changing which code it runs.
+"""Make a run small enough to prove on a few CPU processes, without changing which code paths it takes.
 
-Widths, heads, layers, the sequence, microbatches and data parallelism always shrink. The other degrees stay when one
-replica fits into the processes that may be used; else they shrink to the smallest ones of the same kind (``kinds``).
-Pure arithmetic.
+Widths, heads, layers, the sequence, microbatches and data parallelism always shrink. The other parallel degrees stay as
+they are if one replica fits into the available processes. Otherwise they shrink to the smallest degrees that take the
+same code paths (``proof.code_paths``). Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -16,70 +16,71 @@ from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.config.schema import Checkpoint, Data, Logging, Optimizer, Parallel, Precision, Run, Schedule
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.heads import HeadSplit
-from megatron_sp.proof.kinds import COSTS, cost_of, head_kinds, kinds
+from megatron_sp.proof.code_paths import COSTS, code_paths, cost_of_missing, head_paths
 
 MOST_PROCESSES = 16
-#: Smaller degrees are chosen so that a proof needs no more than this, where that gives up nothing.
+#: Of small runs that take all code paths, one that needs at most this many processes is preferred.
 PREFERRED_PROCESSES = 8
-#: Not a multiple of anything, so that the vocabulary has padding rows.
+#: A prime, so that the vocabulary is padded in every layout.
 VOCABULARY = 89
-#: Iterations that the schedule of a proof is made for; the proof itself trains for fewer.
+#: Length of the learning rate schedule in iterations. The proof trains only the first few of them.
 ITERATIONS = 8
-#: Warm-up in the first step, the peak in the second, decay from the third on.
+#: The first step warms up, the second has the peak learning rate, and the third begins the decay.
 SCHEDULE = Schedule(lr=3e-3, min_lr=1e-3, lr_decay_style="cosine", lr_decay_iters=ITERATIONS, lr_warmup_iters=1,
                     lr_warmup_init=1e-3)
-#: Random weights have larger gradients than this, so that clipping is active.
+#: The gradient norm of random weights is larger than this, so clipping is active.
 CLIP = 0.1
-#: First dynamic loss scale of a proof in fp16: the default overflows in the first steps.
+#: Initial dynamic loss scale of a proof in fp16. The default one would overflow in the first steps and skip them.
 LOSS_SCALE = 256.0
 AXES = {"tensor": "tp", "pipeline": "pp", "Ulysses": "ulysses", "ring": "ring"}
 
 
 class TooLargeError(ConfigError):
-    """A run that has no smaller form of its kind."""
+    """No small run that the rules allow takes nearly the same code paths."""
 
 
 @dataclass(frozen=True)
 class Small:
-    """A run to prove, and what is different from the run that was asked for.
+    """A small run to prove, and how it differs from the user's run.
 
     Attributes:
-        run: resolved, with vocabulary sizes; in fp64.
-        notes: sentences for the user.
-        half: the half precision that the run asked for; None for fp32.
-        lost: kinds of the run that this small run is not (keys of ``kinds``); empty in most cases.
+        run: the small run, resolved, with vocabulary sizes, in fp64.
+        notes: sentences that tell the user what was changed.
+        half: the half precision of the user's run; None for fp32.
+        not_proven: code paths of the user's run that the small run does not take (keys of ``code_paths``).
     """
 
     run: Run
     notes: list[str]
     half: Precision | None = None
-    lost: tuple[str, ...] = ()
+    not_proven: tuple[str, ...] = ()
 
 
 def shrink(run: Run, most: int = MOST_PROCESSES) -> Small:
-    """Return the smallest run of the same kind.
+    """Return the smallest run that takes the same code paths.
 
     Args:
-        run: resolved and checked; the vocabulary may be open.
-        most: processes that may be used.
+        run: the user's run, resolved and checked; its vocabulary size may be unknown.
+        most: number of processes that the proof may use.
 
     Raises:
-        TooLargeError: no smaller run is of the same kind, even nearly.
+        TooLargeError: no smaller run takes nearly the same code paths.
     """
     half = half_precision(run.precision)
-    run, notes = _without_what_proof_cannot_keep(run)
-    wanted = kinds(run)
+    run, notes = _with_settings_of_proof(run)
+    wanted = code_paths(run)
     best: Run | None = None
     best_key: tuple[int, bool, int] | None = None
     for degrees in _choices_of_degrees(run, most):
-        with_heads = _small_heads(_with_degrees(run, degrees), head_kinds(run))
+        with_heads = _small_heads(_with_degrees(run, degrees), head_paths(run))
         if with_heads is None:
             continue
         base = _small_model(with_heads, run)
         size = base.parallel.tp * base.parallel.pp * base.parallel.sp
         for small in _candidates(base, run, min(most // size, run.parallel.dp)):
             is_exact = degrees == _degrees(run.parallel)
-            key = (cost_of(_lost(small, wanted)), not is_exact and small.parallel.world_size > PREFERRED_PROCESSES,
+            key = (cost_of_missing(_missing_paths(small, wanted)),
+                   not is_exact and small.parallel.world_size > PREFERRED_PROCESSES,
                    0 if is_exact else small.parallel.world_size)
             if best_key is None or key < best_key:
                 best, best_key = small, key
@@ -92,26 +93,27 @@ def shrink(run: Run, most: int = MOST_PROCESSES) -> Small:
             f"too large to prove here: no smaller form of this run with at most {most} processes keeps the rules that "
             f"its flags must keep (tensor {run.parallel.tp} x pipeline {run.parallel.pp} x Ulysses "
             f"{run.parallel.ulysses} x ring {run.parallel.ring}); prove a layout with smaller degrees.")
-    lost = _lost(best, wanted)
-    return Small(best, [*notes, *_changes(run, best), *_degree_notes(run, best, lost)], half, tuple(lost))
+    missing = _missing_paths(best, wanted)
+    return Small(best, [*notes, *_changes(run, best), *_degree_notes(run, best, missing)], half, tuple(missing))
 
 
-def _lost(small: Run, wanted: dict[str, object]) -> list[str]:
-    return [name for name, value in kinds(small).items() if value != wanted[name]]
+def _missing_paths(small: Run, wanted: dict[str, object]) -> list[str]:
+    return [name for name, value in code_paths(small).items() if value != wanted[name]]
 
 
-# ---------------------------------------------------------------- what no proof keeps
+# ---------------------------------------------------------------- what every proof changes
 
 
-def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
-    """Return the run in fp64, on made-up documents, without ramp-up, and notes that say so.
+def _with_settings_of_proof(run: Run) -> tuple[Run, list[str]]:
+    """Return the run with the settings that every proof has, and notes about them for the user.
 
-    Exchanges are made as on GPUs: through collectives, overlapped by groups of heads.
+    A proof computes in fp64, on random documents and without a batch size ramp-up. Tensors are exchanged as on GPUs:
+    through collectives, and under Ulysses overlapped by groups of heads.
     """
     notes, parallel = [], replace(run.parallel, sequence_split=0, shared_memory=False,
                                   ulysses_overlap_groups=_overlap_on_gpus(run))
     if run.precision.dtype != "float32":
-        if parallel.zero_stage == 0 and parallel.fsdp > 1:  # FSDP keeps the master weights: in shards of one rank
+        if parallel.zero_stage == 0 and parallel.fsdp > 1:  # as in half precision: FSDP, with shards of one rank
             parallel = replace(parallel, zero_stage=1, fsdp_size=1)
         notes.append(f"{run.precision.dtype} is proven in float64, since rounding would hide errors; then compared "
                      f"roughly in {run.precision.dtype}.")
@@ -119,7 +121,7 @@ def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
         notes.append("the final global batch size is proven, not its ramp-up.")
     run = replace(
         run, precision=Precision(), checkpoint=Checkpoint(), logging=Logging(), parallel=parallel, schedule=SCHEDULE,
-        optimizer=_visible(run.optimizer),
+        optimizer=_optimizer_of_proof(run.optimizer),
         data=Data(seq_length=run.data.seq_length, mock_data=True, split="70,30,0", eod_mask_loss=True,
                   tokenizer_type="NullTokenizer", num_workers=run.data.num_workers),
         memory=replace(run.memory, attention_head_groups=min(2, run.memory.attention_head_groups)),
@@ -131,24 +133,26 @@ def _without_what_proof_cannot_keep(run: Run) -> tuple[Run, list[str]]:
     return replace(run, train=replace(run.train, global_batch_size=rounded)), notes
 
 
-def _visible(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer with clipping that acts, decay that shows, and an epsilon that keeps Adam well conditioned.
+def _optimizer_of_proof(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer with a low clipping threshold, a weight decay and a large epsilon.
 
-    Adam divides by gradients that may be nearly 0, where rounding differs between layouts.
+    Clipping and decay then change the weights enough for a fault in them to be seen. The epsilon is for Adam, which
+    divides by moments of gradients. Where these are nearly 0, rounding differs between layouts, and a small epsilon
+    would turn that into different steps.
     """
     return replace(optimizer, clip_grad=min(CLIP, optimizer.clip_grad), adam_eps=1e-4, weight_decay=0.1,
                    start_weight_decay=0.1, end_weight_decay=0.1, weight_decay_incr_style="constant")
 
 
 def half_precision(precision: Precision) -> Precision | None:
-    """Return the half precision of a run as a proof trains in it; None for fp32."""
+    """Return the half precision of a run with a lower initial loss scale; None for fp32."""
     if precision.dtype == "float32":
         return None
     return replace(precision, initial_loss_scale=min(precision.initial_loss_scale, LOSS_SCALE))
 
 
 def _overlap_on_gpus(run: Run) -> int:
-    """Return the head groups of the Ulysses exchange, as a GPU chooses them where the flag says nothing; at most 2."""
+    """Return the number of head groups by which the Ulysses exchange overlaps on GPUs, at most 2."""
     parallel, model = run.parallel, run.model
     if parallel.ulysses_overlap_groups or parallel.ulysses == 1 or parallel.ring > 1 or run.train.compile or (
             run.memory.attention_head_groups > 1):
@@ -161,12 +165,15 @@ def _overlap_on_gpus(run: Run) -> int:
 
 
 def _degrees(parallel: Parallel) -> tuple[int, ...]:
-    """tp, pp, ulysses, ring and stages per rank."""
+    """Return tp, pp, ulysses, ring and stages per rank."""
     return parallel.tp, parallel.pp, parallel.ulysses, parallel.ring, parallel.stages_per_rank
 
 
 def _choices_of_degrees(run: Run, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield degrees (``_degrees``) whose replica fits: the run's own first, then smaller ones, fewest ranks first."""
+    """Yield degrees (see ``_degrees``) whose replica needs at most ``most`` ranks.
+
+    The run's own degrees come first, then smaller ones by their number of ranks.
+    """
     own = _degrees(run.parallel)
     options = [range(min(2, degree), min(degree, 4) + 1) for degree in own[:4]]
     options.append(range(min(2, own[4]), min(2, own[4]) + 1))
@@ -182,7 +189,7 @@ def _choices_of_degrees(run: Run, most: int) -> Iterator[tuple[int, ...]]:
 
 
 def _with_degrees(run: Run, degrees: tuple[int, ...]) -> Run:
-    """Return the run with these degrees and stages that are as uneven as before; its data parallelism stays."""
+    """Return the run with these degrees and the same data parallelism. Uneven stages stay uneven."""
     tp, pp, ulysses, ring, stages_per_rank = degrees
     parallel = run.parallel
     if degrees == _degrees(parallel):
@@ -205,7 +212,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _head_counts(run: Run) -> Iterator[tuple[int, int]]:
-    """Yield query and key/value heads to try: in the model's ratio, smallest first, then in smaller ratios."""
+    """Yield numbers of query and key/value heads to try: in the model's ratio, then in lower ones, smallest first."""
     model = run.model
     ratio = model.num_attention_heads // model.num_query_groups
     for factor in _divisors(model.num_query_groups):
@@ -215,21 +222,22 @@ def _head_counts(run: Run) -> Iterator[tuple[int, int]]:
 
 
 def _small_heads(run: Run, wanted: object) -> Run | None:
-    """Return the run with the fewest heads of these ``head_kinds``; None when its degrees allow none."""
+    """Return the run with the fewest heads that take the code paths ``wanted``; None if its degrees allow no heads."""
     model, parallel = run.model, run.parallel
-    runs = max(1, parallel.ulysses_overlap_groups, run.memory.attention_head_groups)  # each has a head for each rank
+    # Each of these groups of heads needs a head for every rank.
+    number_of_groups = max(1, parallel.ulysses_overlap_groups, run.memory.attention_head_groups)
     possible = [(heads, groups) for heads, groups in _head_counts(run)
-                if heads % parallel.tp == 0 and heads >= parallel.tp * parallel.ulysses * runs]
+                if heads % parallel.tp == 0 and heads >= parallel.tp * parallel.ulysses * number_of_groups]
     small = [replace(run, model=replace(model, num_attention_heads=heads, num_query_groups=groups))
              for heads, groups in possible]
-    return next((one for one in small if head_kinds(one) == wanted), small[-1] if small else None)
+    return next((one for one in small if head_paths(one) == wanted), small[-1] if small else None)
 
 
 def _small_model(run: Run, like: Run) -> Run:
-    """Return the run with narrow widths, few layers and a short sequence; it tiles and recomputes as ``like``."""
-    model, parallel, wanted = run.model, run.parallel, kinds(like)
+    """Return the run with small widths, few layers and a short sequence, and the memory code paths of ``like``."""
+    model, parallel, wanted = run.model, run.parallel, code_paths(like)
     width = 4
-    if model.position_embedding_type == "rope":     # pairs of channels are rotated
+    if model.position_embedding_type == "rope":     # an even, positive number of channels must be rotated
         width = next(width for width in (4, 8, 16, 32, 64, model.kv_channels)
                      if int(width * model.rotary_percent) % 2 == 0 and int(width * model.rotary_percent) > 0)
     hidden, unit = 32, 4 * parallel.tp
@@ -251,16 +259,16 @@ def _small_model(run: Run, like: Run) -> Run:
 
 
 def _few_layers(run: Run, per_stage: int, is_uneven: bool) -> tuple[int, tuple[int, ...]]:
-    """Return a small number of layers, and those of each stage where the user gave them.
+    """Return a small number of layers, and the layers of each stage if the user chose them.
 
     Args:
-        per_stage: layers of the smallest stage.
-        is_uneven: whether stages differ.
+        per_stage: number of layers of the smallest stage.
+        is_uneven: whether stages have different numbers of layers.
     """
     stages, given = run.parallel.pp * run.parallel.stages_per_rank, run.parallel.pipeline_layers
     if stages == 1:
         return min(2, run.model.num_layers), ()
-    if given:  # what each stage has more than the smallest stays
+    if given:  # keep how many layers each stage has more than the smallest one
         each = tuple(count - min(given) + per_stage for count in given)
         return sum(each), each
     return stages * per_stage + is_uneven, ()
@@ -270,7 +278,7 @@ def _few_layers(run: Run, per_stage: int, is_uneven: bool) -> tuple[int, tuple[i
 
 
 def _candidates(base: Run, like: Run, most_replicas: int) -> Iterator[Run]:
-    """Yield the run on few replicas with few samples, smallest first; only runs that all rules allow."""
+    """Yield the run with few replicas and few samples, smallest first. Runs that break a rule are left out."""
     parallel, train = base.parallel, base.train
     size = min(2, train.micro_batch_size)
     number = train.global_batch_size // (train.micro_batch_size * like.parallel.dp)
@@ -286,7 +294,7 @@ def _candidates(base: Run, like: Run, most_replicas: int) -> Iterator[Run]:
 
 
 def _shard_sizes(like: Parallel, sp: int, dp: int) -> list[int]:
-    """Return the values of --fsdp-size to try: all ranks where ``like`` has that, else every divisor."""
+    """Return the values of --fsdp-size to try: 0 (all ranks) if ``like`` shards over all ranks, else every divisor."""
     return [0] if like.fsdp_size in (0, like.fsdp) else _divisors(sp * dp)
 
 
@@ -294,7 +302,7 @@ def _shard_sizes(like: Parallel, sp: int, dp: int) -> list[int]:
 
 
 def _changes(run: Run, small: Run) -> list[str]:
-    """Return one line about the sizes that became smaller."""
+    """Return a sentence for the user about the sizes that became smaller."""
     pairs = {
         "hidden": (run.model.hidden_size, small.model.hidden_size),
         "heads": (f"{run.model.num_attention_heads}/{run.model.num_query_groups}",
@@ -311,8 +319,8 @@ def _changes(run: Run, small: Run) -> list[str]:
     return [f"made smaller: {', '.join(changed)}."] if changed else []
 
 
-def _degree_notes(run: Run, small: Run, lost: list[str]) -> list[str]:
-    """Return lines about the degrees that became smaller, and about what this proof leaves out."""
+def _degree_notes(run: Run, small: Run, missing: list[str]) -> list[str]:
+    """Return sentences for the user about degrees that became smaller and about code paths that are not proven."""
     notes = []
     before, after = run.parallel, small.parallel
     changed = [f"{name} {getattr(before, axis)} -> {getattr(after, axis)}" for name, axis in AXES.items()
@@ -321,9 +329,8 @@ def _degree_notes(run: Run, small: Run, lost: list[str]) -> list[str]:
         changed.append(f"stages per rank {before.stages_per_rank} -> {after.stages_per_rank}")
     if changed:
         notes.append(f"degrees made smaller, because one replica of {before.tp * before.pp * before.sp} ranks does not "
-                     f"fit here or a smaller one is of the same kind: {', '.join(changed)}. The smaller degrees run "
-                     "the same code.")
-    left_out = [COSTS[name][1] if name in COSTS else name for name in lost]
+                     f"fit here or a smaller one takes the same code paths: {', '.join(changed)}.")
+    left_out = [COSTS[name][1] if name in COSTS else name for name in missing]
     if left_out:
         notes.append(f"not in this proof (it would need more processes): {'; '.join(left_out)}.")
     return notes

@@ -1,7 +1,7 @@
-"""Training steps in any layout through the framework's own trainer, with whole gradients and weights.
+"""Make training steps in any layout with the framework's own trainer, and return whole gradients and weights.
 
-The steps are those of ``Trainer``: its data reader, its one reduction, loss scale, clipping, schedule and optimizer.
-Only logs and checkpoints are left out.
+The steps use the data reader, reduction, loss scale, clipping, schedule and optimizer of real training. Only logs and
+checkpoints are left out.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from megatron_sp.train.trainer import Readers, Trainer
 # torch warns for every parameter that gathering whole tensors is slow. A proof gathers them on purpose.
 silence_redistribution()
 
-#: Makes a model: ``build_model`` or, to prove that the proof works, something that goes wrong.
+#: A function that makes a model: ``build_model``, or in tests of the proof one that puts a fault into the model.
 Build = Callable[..., nn.Module]
 
-#: Gradients below this share of the model's largest one are compared with that share instead of with themselves.
+#: A difference is relative to the largest element of its tensor, but at least to this share of the largest element of
+#: all tensors: the rounding errors of a nearly zero gradient can be as large as the gradient.
 FLOOR = 1e-3
 
 
 class SilentRecorder(Recorder):
-    """A recorder that writes nothing and keeps the losses of evaluations, by name of the data set."""
+    """A recorder that writes no logs and keeps the losses of evaluations by the name of the data set."""
 
     def __init__(self, run: Run, mesh: ParallelMesh, timers: Timers):
         super().__init__(run, mesh.device, timers, TrainState(), is_writer=False)
@@ -53,44 +54,45 @@ class SilentRecorder(Recorder):
 
 
 @dataclass(frozen=True)
-class WatchedStep(TrainStep):
-    """The framework's training step, with an eye on the gradients that ``update`` is given.
+class ObservedStep(TrainStep):
+    """The framework's training step with observers, which see the gradients before each update.
 
     Attributes:
-        look: called before each update with the totals of the step.
+        observers: functions that are called before each update with the totals of the step.
     """
 
-    look: list[Callable[[StepTotals], None]] = field(default_factory=list)
+    observers: list[Callable[[StepTotals], None]] = field(default_factory=list)
 
     def update(self, totals: StepTotals, scheduler_samples: float) -> float:
-        """Look at the gradients, then update as ``TrainStep`` does."""
-        for look in self.look:
-            look(totals)
+        """Call the observers, then update the weights as ``TrainStep`` does."""
+        for observe in self.observers:
+            observe(totals)
         return super().update(totals, scheduler_samples)
 
 
-def quiet_trainer(run: Run, step: TrainStep, readers: Readers, recorder: Recorder) -> Trainer:
-    """Return the framework's trainer at its first step; it catches no signals."""
+def trainer_without_signals(run: Run, step: TrainStep, readers: Readers, recorder: Recorder) -> Trainer:
+    """Return the framework's trainer before its first step. It handles no signals, so Ctrl-C ends the proof."""
     return Trainer(run, step, readers, TrainState(), recorder, StopSignals(()), started=time.monotonic())
 
 
 def run_trainer(trainer: Trainer, count: int, *, details: bool = True) -> list[Step]:
-    """Make ``count`` training steps and return what they gave. Equal on every rank.
+    """Make ``count`` training steps and return their results, which are equal on every rank.
 
     Args:
-        trainer: with a ``WatchedStep``.
-        details: also whole gradients, and whole weights after each step; else the weights of the last step only.
+        trainer: its step is an ``ObservedStep``.
+        count: number of steps.
+        details: whether to gather gradients, and the weights after every step; otherwise only the last weights.
     """
-    run, model, mesh, watched = trainer.run, trainer.model, trainer.mesh, trainer.step
+    run, model, mesh, step = trainer.run, trainer.model, trainer.mesh, trainer.step
     gradients: list[Weights] = []
 
-    def look(totals: StepTotals) -> None:
+    def keep_gradients(totals: StepTotals) -> None:
         whole = whole_tensors(run, model, mesh, lambda parameter: parameter.grad)
         gradients.append({name: gradient / totals.loss_scale for name, gradient in whole.items()})
 
-    assert isinstance(watched, WatchedStep)
+    assert isinstance(step, ObservedStep)
     if details:
-        watched.look.append(look)
+        step.observers.append(keep_gradients)
     steps = []
     for number in range(count):
         report = trainer.train_step()
@@ -103,28 +105,39 @@ def run_trainer(trainer: Trainer, count: int, *, details: bool = True) -> list[S
 
 def train_in_layout(run: Run, weights: Weights, batches: Sequence[Batch], *, build: Build = build_model,
                     mesh: ParallelMesh | None = None, details: bool = True) -> list[Step]:
-    """On a rank: make one training step for each batch with the framework's trainer. Equal on every rank.
+    """On a rank: make one training step for each batch with the framework's trainer and return the results.
 
     Args:
-        weights: to start from; their type is that of the stored parameters.
-        batches: see ``proof.data.batch``.
-        build: makes the model; default: as every program does.
-        mesh: of ``run.parallel``; default: made here.
+        run: the layout, model and optimizer.
+        weights: whole initial weights by name. The parameters are stored in their type.
+        batches: global batches as ``proof.data.batch`` makes them.
+        build: makes the model; default: as in real training.
+        mesh: the mesh of ``run.parallel``; default: a new one.
         details: see ``run_trainer``.
+
+    Returns:
+        The results of each step, equal on every rank.
     """
     mesh = mesh or ParallelMesh.build(run.parallel)
     model = build(run, mesh, dtype=next(iter(weights.values())).dtype)
     load_full(model, weights)
     timers = Timers()
     with read_from_memory(run, mesh, batches) as reader:
-        trainer = quiet_trainer(run, WatchedStep.build(run, model, mesh, timers), Readers(reader),
+        trainer = trainer_without_signals(run, ObservedStep.build(run, model, mesh, timers), Readers(reader),
                                 SilentRecorder(run, mesh, timers))
         return run_trainer(trainer, len(batches), details=details)
 
 
 def step_in_layout(run: Run, weights: Weights, tokens: Tensor, labels: Tensor, *, build: Build = build_model,
                    mesh: ParallelMesh | None = None) -> Step:
-    """On a rank: compute the gradients of one global batch (``[B, s]`` each), without an update. Equal on every rank.
+    """On a rank: compute the gradients of one global batch without an update. The result is equal on every rank.
+
+    Args:
+        run: the layout and model.
+        weights: whole weights by name.
+        tokens, labels: the global batch, ``[B, s]`` each.
+        build: makes the model; default: as in real training.
+        mesh: the mesh of ``run.parallel``; default: a new one.
     """
     mesh = mesh or ParallelMesh.build(run.parallel)
     model = build(run, mesh, dtype=next(iter(weights.values())).dtype)
@@ -138,9 +151,12 @@ def step_in_layout(run: Run, weights: Weights, tokens: Tensor, labels: Tensor, *
 
 def whole_tensors(run: Run, model: nn.Module, mesh: ParallelMesh,
                   of: Callable[[nn.Parameter], Tensor | None]) -> Weights:
-    """Return ``of`` every parameter in full, from all stages, by logical name; NaN where copies of it differ.
+    """Return a whole tensor for every parameter of all pipeline stages, by name; NaN where copies differ.
 
-    Copies are those of a tied weight on two stages, and those of a whole tensor on several ranks.
+    A tied weight has a copy on the first and on the last stage.
+
+    Args:
+        of: returns the tensor to gather for a parameter: the parameter itself, or its gradient.
     """
     mine = [(name, gather_full(name, of(parameter), run)) for name, parameter in named(model)]
     stages: list[list[tuple[str, Tensor]]] = [mine]
@@ -155,22 +171,22 @@ def whole_tensors(run: Run, model: nn.Module, mesh: ParallelMesh,
 
 
 def reference_step(run: Run, weights: Weights, tokens: Tensor, labels: Tensor, drop: Drop = keep_all) -> Step:
-    """Return the same step by the plain model."""
+    """Return the plain model's training step on a global batch (``[B, s]`` each)."""
     return reference_training(weights, run, [(tokens, labels)], lambda first: drop)[0]
 
 
 def differences(step: Step, expected: Step) -> dict[str, float]:
-    """Return the relative difference of the loss, the gradient norm and of every gradient (largest element).
-
-    A gradient of the wrong shape, a missing one and one too many count as infinitely different.
-    """
+    """Return the relative differences of the loss, the gradient norm and every gradient (``tensor_differences``)."""
     found = {"loss": abs(step.loss / expected.loss - 1), "grad_norm": abs(step.grad_norm / expected.grad_norm - 1)}
     return {name: _finite(value) for name, value in found.items()} | tensor_differences(step.gradients,
                                                                                        expected.gradients)
 
 
 def tensor_differences(ours: Weights, theirs: Weights) -> dict[str, float]:
-    """Return each tensor's largest difference over its largest element, or over ``FLOOR`` of the largest of all."""
+    """Return for each tensor the largest difference of an element, relative to its largest element (see ``FLOOR``).
+
+    A tensor that is missing on one side or has another shape counts as infinitely different.
+    """
     largest = max(float(tensor.abs().max()) for tensor in theirs.values())
     found = {}
     for name in ours.keys() | theirs.keys():
@@ -184,22 +200,23 @@ def tensor_differences(ours: Weights, theirs: Weights) -> dict[str, float]:
 
 
 def _finite(difference: float) -> float:
-    """Return the difference, infinity for NaN: no comparison would find NaN too large."""
+    """Return the difference, or infinity for NaN, which ``>`` would not find larger than any tolerance."""
     return difference if difference == difference else math.inf
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters with their logical names: a second copy of the tied embedding has the first one's."""
+    """Yield parameters with their logical names: both copies of a tied embedding have the name of the first one."""
     copy = model.tied.last if isinstance(model, Stages) and model.tied is not None else None
     for name, parameter in model.named_parameters():
         yield "embedding.word.weight" if parameter is copy else name, parameter
 
 
 def load_full(model: nn.Module, weights: Weights) -> None:
-    """Set every parameter to its part of a full tensor, whatever its sharding; padding rows become 0.
+    """Set every parameter to its shard of a whole tensor; padding rows become 0.
 
-    Each rank writes numbers of its own into its shards and gathers the whole tensor. Where the whole tensor holds a
-    rank's number, there belongs the element of that shard. So no rule about the layout is needed here.
+    This works for any sharding, because it asks torch which rank owns which element. Each rank numbers the elements of
+    its shard with numbers that no other rank uses, and gathers the whole tensor of numbers. The place at which one of
+    its own numbers then stands is the place of that element in the whole tensor.
     """
     parameters = list(named(model))
     names = {name for name, _ in parameters}
@@ -215,7 +232,7 @@ def load_full(model: nn.Module, weights: Weights) -> None:
                 continue
             local = parameter.to_local()
             local.copy_(torch.arange(local.numel()).view(local.shape) + rank * full.numel())
-            places = parameter.full_tensor().long() - rank * full.numel()  # exact: tests stay far below 2^24
+            places = parameter.full_tensor().long() - rank * full.numel()  # exact in fp32, since proofs stay below 2^24
             mine = (places >= 0) & (places < full.numel())
             values = torch.full((local.numel(),), float("nan"), dtype=full.dtype)
             values[places[mine]] = full[mine]
@@ -223,10 +240,15 @@ def load_full(model: nn.Module, weights: Weights) -> None:
 
 
 def gather_full(name: str, tensor: Tensor | None, run: Run) -> Tensor:
-    """Return the parameter of this name or its gradient, in full, without the padding of the vocabulary.
+    """Return a whole parameter or gradient without the padding of the vocabulary.
+
+    Args:
+        name: logical name of the parameter.
+        tensor: the parameter or its gradient, perhaps sharded.
+        run: gives the vocabulary size.
 
     Raises:
-        AssertionError: padding rows are not 0.
+        AssertionError: the tensor is None, or its padding rows are not 0.
     """
     assert tensor is not None, name
     full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

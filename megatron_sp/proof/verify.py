@@ -1,4 +1,4 @@
-"""Compare a layout's training with the plain model's, and find out which axis is at fault."""
+"""Compare a training in a layout with the training of the plain model, and find the axis that causes a difference."""
 
 from __future__ import annotations
 
@@ -29,38 +29,41 @@ from megatron_sp.proof.reference import (
 )
 from megatron_sp.proof.steps import (
     Build,
+    ObservedStep,
     SilentRecorder,
-    WatchedStep,
     load_full,
-    quiet_trainer,
     run_trainer,
     tensor_differences,
+    trainer_without_signals,
 )
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.setup import build_readers, choose_tokenizer
 from megatron_sp.train.state import TrainState
 
-#: Steps of the run's optimizer; the trainings after it are shorter.
+#: Number of steps with the run's optimizer, and of the trainings with SGD and in half precision that follow.
 NUM_STEPS, FURTHER_STEPS = 3, 2
-#: In fp64.
+#: Largest relative difference in fp64 that passes.
 TOLERANCE = 1e-9
-#: In half precision: of losses and norms, of all gradients together, and of the change of all weights together.
+#: The same in half precision: for losses and norms, for all gradients together, for the change of all weights together.
 TOLERANCES_HALF = (3e-2, 0.1, 3e-2)
+#: Seconds that the processes of a proof may take.
 TIMEOUT = 300.0
-#: A rate at which SGD changes weights visibly in one step: Adam hides constant factors of the gradient.
+#: Learning rate of SGD, large enough for one step to change the weights visibly. SGD shows a wrong constant factor of
+#: the gradients, which Adam cancels.
 SGD_RATE = 0.1
 
 
 @dataclass
 class StepDifferences:
-    """Relative differences of one step, the largest over all ranks.
+    """The relative differences of one step, each the largest that any rank found.
 
     Attributes:
-        name: of the training that the step belongs to, and its number in it.
-        numbers: of the loss, the gradient norm, the learning rate; after the last step also of the evaluation.
-        gradients: before the update, by name.
-        weights: after it, by name.
-        limits: tolerances of the three, in this order.
+        name: name of the training and number of the step in it.
+        numbers: differences of the loss, the gradient norm and the learning rate; at the last step of a training also
+            of the evaluation's loss.
+        gradients: differences of the gradients before the update, by parameter name.
+        weights: differences of the weights after the update, by parameter name.
+        limits: tolerances of ``numbers``, ``gradients`` and ``weights``.
     """
 
     name: str
@@ -70,7 +73,7 @@ class StepDifferences:
     limits: tuple[float, float, float] = (TOLERANCE, TOLERANCE, TOLERANCE)
 
     def exceeding(self) -> dict[str, float]:
-        """Return what is beyond its tolerance, by name."""
+        """Return the differences that are beyond their tolerances, by the name of the value."""
         of_numbers, of_gradients, of_weights = self.limits
         found = {name: value for name, value in self.numbers.items() if not value <= of_numbers}
         found |= {f"gradient of {name}": value for name, value in self.gradients.items() if not value <= of_gradients}
@@ -82,9 +85,9 @@ class Verdict:
     """The outcome of a proof.
 
     Attributes:
-        steps: differences, step by step; empty when the layout did not run.
-        error: why it did not run.
-        healed_by: changes of one axis that make all steps right.
+        steps: the differences of each step; empty if the layout did not run.
+        error: why it did not run, or "".
+        healed_by: simplifications of one axis with which all steps are right.
     """
 
     steps: list[StepDifferences] = field(default_factory=list)
@@ -96,7 +99,7 @@ class Verdict:
         return not self.error and bool(self.steps) and not self.first_failure()[1]
 
     def first_failure(self) -> tuple[str, dict[str, float]]:
-        """Return the name of the first step with something beyond the tolerance, and what, largest first."""
+        """Return the name of the first step with differences beyond their tolerances, and these, largest first."""
         for step in self.steps:
             if found := step.exceeding():
                 return step.name, dict(sorted(found.items(), key=lambda item: -item[1]))
@@ -108,7 +111,7 @@ class Verdict:
 
 @dataclass
 class Trained:
-    """What a training in the layout gave on one rank."""
+    """The results of a training in the layout, on one rank: its steps, the evaluation's loss, and the data readers."""
 
     steps: list[Step]
     evaluation: float
@@ -117,13 +120,20 @@ class Trained:
 
 
 def compare_trainings(run: Run, num_steps: int, build: Build, half: Precision | None) -> list[StepDifferences]:
-    """On a rank: train in the layout and plainly from the same random weights, and compare.
+    """On a rank: train in the layout and with the plain model from the same random weights, and compare the steps.
 
-    The optimizer of the run trains in fp64, then SGD does, then SGD in half precision where ``half`` is given. Every
-    rank compares what it holds; rank 0 returns the largest differences.
+    Args:
+        run: a small run in fp64.
+        num_steps: number of steps with the run's optimizer.
+        build: makes the model.
+        half: also train in this half precision, if given.
+
+    Returns:
+        The differences of each step, the largest over all ranks: first with the run's optimizer in fp64, then with SGD
+        in fp64, then with SGD in half precision.
     """
     mesh, weights = ParallelMesh.build(run.parallel), random_weights(run)
-    sgd = replace(run, optimizer=replace(run.optimizer, optimizer="sgd"), schedule=_faster(run, SGD_RATE))
+    sgd = replace(run, optimizer=replace(run.optimizer, optimizer="sgd"), schedule=_with_peak_rate(run, SGD_RATE))
     trainings = [(run.optimizer.optimizer, run), *([("sgd", sgd)] if run.optimizer.optimizer != "sgd" else [])]
     found = []
     with tempfile.TemporaryDirectory(prefix="proof_") as directory:
@@ -143,22 +153,22 @@ def compare_trainings(run: Run, num_steps: int, build: Build, half: Precision | 
     return _largest_over_ranks(found)
 
 
-def _faster(run: Run, rate: float) -> Schedule:
-    """Return the schedule of the run with another peak and everything else in proportion."""
+def _with_peak_rate(run: Run, rate: float) -> Schedule:
+    """Return the schedule of the run with the peak learning rate ``rate``, and its other rates in proportion."""
     schedule = run.schedule
     factor = rate / schedule.lr
     return replace(schedule, lr=rate, min_lr=schedule.min_lr * factor, lr_warmup_init=schedule.lr_warmup_init * factor)
 
 
 def train(run: Run, weights: Weights, num_steps: int, mesh: ParallelMesh, build: Build) -> Trained:
-    """Train through the framework's data sets, readers and trainer, and evaluate once at the end."""
+    """Train with the framework's data sets, readers and trainer, and evaluate once after the last step."""
     model = build(run, mesh, dtype=next(iter(weights.values())).dtype)
     load_full(model, weights)
     timers = Timers()
     recorder = SilentRecorder(run, mesh, timers)
     readers = build_readers(run, choose_tokenizer(run), mesh, TrainState(), recorder)
     assert readers.train is not None and readers.valid is not None
-    trainer = quiet_trainer(run, WatchedStep.build(run, model, mesh, timers), readers, recorder)
+    trainer = trainer_without_signals(run, ObservedStep.build(run, model, mesh, timers), readers, recorder)
     try:
         steps = run_trainer(trainer, num_steps)
         trainer.evaluate("valid")
@@ -169,7 +179,11 @@ def train(run: Run, weights: Weights, num_steps: int, mesh: ParallelMesh, build:
 
 
 def expect(run: Run, weights: Weights, ours: Trained) -> tuple[list[Step], float]:
-    """Return the plain model's steps and evaluation on the same samples; computed on rank 0, equal on every rank."""
+    """Train the plain model on the samples that ``ours`` used. Rank 0 does it and sends the result to all ranks.
+
+    Returns:
+        The steps, and the loss of an evaluation after the last one.
+    """
     box: list[tuple[list[Step], float] | None] = [None]
     if dist.get_rank() == 0:
         batches = whole_batches(run, ours.train.dataset, len(ours.steps))
@@ -182,7 +196,7 @@ def expect(run: Run, weights: Weights, ours: Trained) -> tuple[list[Step], float
 
 
 def _off(ours: float, theirs: float) -> float:
-    """Relative difference of two numbers; infinity where ours is not finite."""
+    """Return the relative difference of two numbers, or infinity if ours is not finite."""
     return abs(ours - theirs) / max(abs(theirs), 1e-300) if math.isfinite(ours) else math.inf
 
 
@@ -192,7 +206,7 @@ def _numbers(ours: Step, theirs: Step) -> dict[str, float]:
 
 
 def differences_of(name: str, ours: Trained, expected: tuple[list[Step], float]) -> list[StepDifferences]:
-    """Return the differences of each step of a training in fp64."""
+    """Return the differences of each step of a training in fp64 from the plain model's step."""
     found = [StepDifferences(f"{name} {number}", _numbers(mine, theirs),
                              tensor_differences(mine.gradients, theirs.gradients),
                              tensor_differences(mine.weights, theirs.weights))
@@ -203,10 +217,10 @@ def differences_of(name: str, ours: Trained, expected: tuple[list[Step], float])
 
 def half_differences_of(name: str, start: Weights, ours: Trained,
                         expected: tuple[list[Step], float]) -> list[StepDifferences]:
-    """Return the differences of a training in half precision from the plain model in fp64.
+    """Return the differences of each step of a training in half precision from the plain model's step in fp64.
 
-    Rounding makes single elements wrong, so all gradients are compared together, and so is the change of all weights
-    since the start: by the norm of the difference over the norm.
+    Rounding can change single elements a lot. So all gradients are compared together, by the norm of the difference
+    relative to the norm of the gradients, and the changes of all weights since the start in the same way.
     """
     found = []
     for number, (mine, theirs) in enumerate(zip(ours.steps, expected[0], strict=True), start=1):
@@ -221,14 +235,14 @@ def half_differences_of(name: str, start: Weights, ours: Trained,
 
 
 def _distance(ours: Weights, theirs: Weights) -> float:
-    """Norm of the difference of all tensors over the norm of theirs; infinity where it is not finite."""
+    """Return the norm of the difference of all tensors relative to the norm of ``theirs``; infinity for NaN."""
     squares = sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in theirs)
     whole = sum(float(theirs[name].double().square().sum()) for name in theirs)
     return math.sqrt(squares / whole) if math.isfinite(squares) else math.inf
 
 
 def _largest_over_ranks(found: Sequence[StepDifferences]) -> list[StepDifferences]:
-    """Return for each value the largest difference that any rank found."""
+    """Return the steps with the largest difference that any rank found for each value."""
     every: list[Sequence[StepDifferences]] = [()] * dist.get_world_size()
     dist.all_gather_object(every, found)
 
@@ -249,10 +263,11 @@ def verify(run: Run, *, num_steps: int = NUM_STEPS, build: Build = build_model, 
     """Prove a small run (see ``shrink``) on processes of this machine.
 
     Args:
-        num_steps: of the run's optimizer; other trainings have at most ``FURTHER_STEPS``.
-        build: makes the model; default: as every program does.
-        diagnose: on failure, run again with one axis reduced at a time.
-        half: train also in this half precision, and compare roughly.
+        run: the small run, in fp64.
+        num_steps: number of steps with the run's optimizer; other trainings have at most ``FURTHER_STEPS``.
+        build: makes the model; default: as in real training.
+        diagnose: whether to run a layout that fails again without one axis at a time, to find the one at fault.
+        half: also train in this half precision, and compare with larger tolerances.
     """
     try:
         verdict = Verdict(run_processes(compare_trainings, run.parallel.world_size, run, num_steps, build, half,
@@ -267,7 +282,10 @@ def verify(run: Run, *, num_steps: int = NUM_STEPS, build: Build = build_model, 
 
 
 def simplifications(run: Run) -> Iterator[tuple[str, Run]]:
-    """Yield the run with one axis at a time taken out, most special ones first; only those the rules allow."""
+    """Yield the name of an axis and the run without it, for one axis at a time, the rarest axes first.
+
+    Runs that break a rule of the configuration are left out.
+    """
     parallel, train = run.parallel, run.train
     plain_pipeline = dict(pipeline_schedule="", stages_per_rank=0, pipeline_layers=(), layers_per_virtual_stage=0)
     changes: list[tuple[str, bool, dict[str, object]]] = [

@@ -47,8 +47,8 @@ MAY_IMPORT = {
     "proof": ("errors", "runtime", "config", "layout", "parallel", "data", "model", "torch_internals",
               "train", "proof"),
     "proof.reference": ("config.schema", "parallel.random"),
-    "proof.kinds": ("config.schema", "layout"),
-    "proof.shrink": ("errors", "config", "layout", "proof.kinds"),
+    "proof.code_paths": ("config.schema", "layout"),
+    "proof.shrink": ("errors", "config", "layout", "proof.code_paths"),
     "train": ("errors", "runtime", "config", "layout", "plan", "parallel", "data", "model", "checkpoint", "train",
               "progress"),
 }

@@ -8,7 +8,7 @@ from megatron_sp.config.load import load_run
 from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.sharding import uses_fsdp
-from megatron_sp.proof.kinds import head_kinds, kinds
+from megatron_sp.proof.code_paths import code_paths, head_paths
 from megatron_sp.proof.shrink import MOST_PROCESSES, PREFERRED_PROCESSES, shrink
 
 BASE = ("--seq-length 8192 --lr 1e-4 --mock-data --vocab-size 32000 --attention-dropout 0 "
@@ -48,7 +48,7 @@ def test_small_runs_are_the_same_run(world: int, flags: str) -> None:
     run = run_of(flags, world)
     small = shrink(run).run
     assert not check_problems(small)
-    assert kinds(small) == kinds(run)
+    assert code_paths(small) == code_paths(run)
     assert small.parallel.world_size <= MOST_PROCESSES and small.model.hidden_size <= 64
     for axis in ("tp", "pp", "ulysses", "ring", "stages_per_rank", "zero_stage", "pipeline_schedule", "megatron_sp"):
         assert getattr(small.parallel, axis) == getattr(run.parallel, axis)
@@ -96,8 +96,8 @@ def test_large_degrees_shrink_to_small_ones_of_the_same_kind(world: int, flags: 
     assert (parallel.tp, parallel.pp, parallel.ulysses, parallel.ring, parallel.dp) == degrees
     assert parallel.world_size <= MOST_PROCESSES and not check_problems(small.run)
     text = " ".join(small.notes)
-    assert "degrees made smaller" in text and (left_out in text if left_out else not small.lost)
-    assert head_kinds(small.run) == head_kinds(run)
+    assert "degrees made smaller" in text and (left_out in text if left_out else not small.not_proven)
+    assert head_paths(small.run) == head_paths(run)
     for switch in ("zero_stage", "pipeline_schedule", "megatron_sp"):
         assert getattr(parallel, switch) == getattr(run.parallel, switch)
 

@@ -1,7 +1,7 @@
-"""What kind of run a configuration describes: every decision that sizes and degrees take about which code runs.
+"""List the branches of the framework's code that the sizes and degrees of a run select.
 
-Two runs of the same kind take the same branches. ``shrink`` makes a run small and compares its kinds with those of the
-run it came from: a kind that differs is a branch that the small run does not prove. Pure arithmetic.
+A proof trains a small version of a run. It proves the original only if both take the same code paths. ``shrink``
+compares the code paths of the two: each one that differs is a branch that the proof leaves out. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from megatron_sp.layout.heads import HeadSplit, are_equal_groups
 from megatron_sp.layout.schedules import SCHEDULES
 from megatron_sp.layout.stages import stage_layers
 
-#: For each kind: what giving it up costs (higher: a small run gives up others first), and its name for users.
+#: For each code path: the cost of a proof without it, and its description for users. Where a proof cannot have all code
+#: paths, ``shrink`` chooses the small run for which the costs of the missing ones have the lowest sum.
 COSTS: dict[str, tuple[int, str]] = {
     "data parallel": (2, "data parallelism; weights and optimizer states are sharded over the sequence ranks only"),
     "copies of sums": (1, "a tied embedding whose gradient is a sum over more than two ranks"),
@@ -28,12 +29,15 @@ COSTS: dict[str, tuple[int, str]] = {
     "sharded": (20, "sharding of the model states"),
     "heads": (8, "the way the heads meet tensor parallelism and Ulysses"),
 }
-#: Of every kind that the table does not name.
+#: The cost of every code path that is not in the table.
 OTHER_COST = 20
 
 
-def kinds(run: Run) -> dict[str, Any]:
-    """Return the decisions that the sizes and degrees of a resolved run take, by name."""
+def code_paths(run: Run) -> dict[str, Any]:
+    """Return a value for each code path that depends on the sizes and degrees of a resolved run.
+
+    Two runs with equal values take the same branches.
+    """
     model, parallel, train = run.model, run.parallel, run.train
     counts = [len(layers) for layers in stage_layers(model, parallel)]
     stages = len(counts)
@@ -42,29 +46,34 @@ def kinds(run: Run) -> dict[str, Any]:
     is_v_shaped = parallel.pp > 1 and SCHEDULES[parallel.pipeline_schedule].is_v_shaped
     return {
         "axes": (parallel.tp > 1, parallel.pp > 1, parallel.ulysses > 1, parallel.ring > 1),
-        "heads": head_kinds(run), "ring above two": parallel.ring > 2,
+        "heads": head_paths(run), "ring above two": parallel.ring > 2,
         "stages per rank": min(2, parallel.stages_per_rank), "uneven stages": len(set(counts)) > 1,
         "inner stage": stages > 2, "inner pipeline rank": parallel.pp > (1 if is_v_shaped else 2),
         "accumulation": microbatches > 1, "pipeline filled": microbatches >= stages,
         "pipeline steady": microbatches > stages, "rounds": min(2, microbatches // parallel.pp),
         "micro-batch above 1": train.micro_batch_size > 1, "data parallel": parallel.dp > 1,
-        # A sum of three terms has the same bits everywhere only if every rank adds them in the same order.
+        # Copies of a tied weight must stay equal to the bit. Sums of two terms are equal in any order, those of three
+        # or more only if every rank adds them in the same order.
         "copies of sums": parallel.pp > 1 and not model.untie_embeddings_and_output_weights and parallel.fsdp > 2,
         "sharded": shard > 1, "replicated": parallel.fsdp // shard > 1,
         "shards within a sequence": 1 < shard <= parallel.sp,
-        "memory": memory_kinds(run), "partly rotated heads": model.rotary_percent < 1,
+        "memory": memory_paths(run), "partly rotated heads": model.rotary_percent < 1,
         "tail of learned positions":
             model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > run.data.seq_length,
     }
 
 
-def head_kinds(run: Run) -> frozenset[tuple[Any, ...]]:
-    """Return how query and key/value heads meet tensor parallelism and Ulysses, over all tensor-parallel ranks.
+def head_paths(run: Run) -> frozenset[tuple[Any, ...]]:
+    """Return which code paths the numbers of heads select under tensor parallelism and Ulysses.
 
-    Of each rank: whether key/value weights are whole on every rank; whether Ulysses ranks have different numbers of
-    query heads; whether a key/value head goes to several of them; whether the query heads of each fall into equal
-    groups. Of the model: multi-query, multi-head or grouped. And whether tensor-parallel ranks use different key/value
-    heads, so that a rank with its neighbour's heads computes something else.
+    The set has an entry for each different case among the tensor-parallel ranks. An entry says
+
+    - whether every tensor-parallel rank holds the whole key/value weights;
+    - whether Ulysses ranks get different numbers of query heads;
+    - whether one key/value head is sent to several Ulysses ranks;
+    - for which Ulysses ranks the query heads form groups of equal size, one for each key/value head;
+    - whether the model has one key/value head, and whether it has one for each query head;
+    - whether tensor-parallel ranks use different key/value heads: only then does a mix-up of ranks change a result.
     """
     model, parallel = run.model, run.parallel
     splits = [HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=parallel.tp, tp_rank=rank,
@@ -80,14 +89,19 @@ def head_kinds(run: Run) -> frozenset[tuple[Any, ...]]:
     return frozenset(found)
 
 
-def memory_kinds(run: Run) -> tuple[bool, ...]:
-    """Return whether there is more than one tile of tokens, more than one layer in a recomputed unit, and a rest."""
+def memory_paths(run: Run) -> tuple[bool, ...]:
+    """Return which code paths the memory techniques select.
+
+    Returns:
+        Whether the MLP has several tiles of tokens; whether the loss has; whether several layers are recomputed as one
+        unit; whether each stage has layers that are not recomputed (``--recompute-method block``).
+    """
     memory, tokens = run.memory, run.data.seq_length // run.parallel.sp
     fewest = min(len(layers) for layers in stage_layers(run.model, run.parallel))
     return (0 < memory.mlp_tile_size < tokens, 0 < memory.loss_tile_size < tokens, memory.recompute_num_layers > 1,
             memory.recompute_method == "block" and memory.recompute_num_layers < fewest)
 
 
-def cost_of(lost: list[str]) -> int:
-    """Return how much of a proof is missing without these kinds."""
-    return sum(COSTS[name][0] if name in COSTS else OTHER_COST for name in lost)
+def cost_of_missing(names: list[str]) -> int:
+    """Return the cost of a proof that leaves out these code paths, from ``COSTS``."""
+    return sum(COSTS[name][0] if name in COSTS else OTHER_COST for name in names)
