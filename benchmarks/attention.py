@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Time the exchanges around Ulysses attention alone, without any attention between.
+"""Time the all-to-alls around Ulysses attention, without the attention between them.
 
-Two processes (``--ranks``) exchange q, k and v and bring an output back, forward and backward, in three ways:
+    python benchmarks/attention.py --seq-length 8192
+
+Two processes (``--ranks``) exchange q, k and v and then an output, forward and backward, in three ways:
 
     fused    one all-to-all for q, k and v together, through torch's collectives
     three    one all-to-all for each of q, k and v, through torch's collectives
     memory   like fused, through memory that the processes share
 
-The table shows the bytes that each rank sends to others in forward (counted, and by formula), and the medians of
-time on the clock and of processor time. All ways are measured in turn, so that other work slows all alike.
+The table shows the bytes that each rank sends to the others in forward, both counted and computed by formula, and the
+medians of wall-clock time and of processor time. The three ways take turns, so that other work on the machine slows
+them equally.
 """
 
 from __future__ import annotations
@@ -30,13 +33,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def exchange_bytes(tokens: int, heads: int, kv_heads: int, width: int, ranks: int, size: int) -> float:
-    """``(P-1)/P * s/P * d * (2n + 2 g_eff)`` elements per rank and direction, in bytes."""
+    """Return the bytes that a rank sends in forward: ``(P-1)/P * s/P * d * (2n + 2 g)`` elements of ``size`` bytes.
+
+    P ranks share a sequence of s tokens; there are n query heads of width d, and g key/value heads, at least P after
+    they are repeated.
+    """
     kv = kv_heads if kv_heads >= ranks else ranks
     return (ranks - 1) / ranks * tokens / ranks * width * (2 * heads + 2 * kv) * size
 
 
 def separately(exchange: Any) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that exchanges q, k and v one after another."""
+    """Return a function that exchanges q, k and v by one all-to-all each."""
     import torch
 
     from megatron_sp.parallel.collectives import all_to_all
@@ -52,7 +59,7 @@ def separately(exchange: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[Any]) -> None:
-    """Measure all ways in turn, as one of the ranks."""
+    """Run one rank: measure all ways in turn and put the times and the bytes sent into ``results``."""
     import torch
     import torch.distributed as dist
 
@@ -75,13 +82,13 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[An
         through_memory = UlyssesExchange(SharedMemoryChannel(mailboxes), split)
         ways["memory"] = (through_memory, through_memory.sequence_to_heads)
 
-    # What attention would give: its output, and the gradients of its inputs, each contiguous.
+    # Random tensors instead of what attention would return: its output, and the gradients of q, k and v.
     shares = [exchange.num_query[rank], *2 * [exchange.num_kv[rank]]]
     gradients = [torch.randn(1, arguments.seq_length, heads, arguments.head_dim) for heads in shares]
     output = torch.randn_like(gradients[0]).requires_grad_()
     grad_output = torch.randn_like(q)
 
-    def there_and_back(back: UlyssesExchange, way: Callable[..., tuple[Any, ...]]) -> None:
+    def exchange_once(back: UlyssesExchange, way: Callable[..., tuple[Any, ...]]) -> None:
         spread = way(q, k, v)
         back.heads_to_sequence(output).backward(grad_output)
         torch.autograd.backward(spread, gradients)
@@ -95,7 +102,7 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Queue[An
             back.sent.forward = back.sent.exchanges = 0
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
-            there_and_back(back, way)
+            exchange_once(back, way)
             if repeat >= 0:
                 times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
             sent[name] = back.sent.forward, back.sent.exchanges
@@ -113,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.heads % arguments.ranks or arguments.kv_heads % arguments.ranks:
         parser.error(f"--heads {arguments.heads} and --kv-heads {arguments.kv_heads} must be multiples of --ranks "
-                     f"{arguments.ranks} here: the three exchanges know nothing else")
+                     f"{arguments.ranks} here: the separate exchanges support nothing else")
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("fork")
     results = context.Queue()

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Longest sequence and model FLOP/s utilisation of one GPU, for 1.2B- and 8B-shaped layers, per memory technique.
+"""Measure the longest sequence and the MFU (model FLOP/s utilisation) of one GPU with each memory technique.
 
-Started by ``gpu.sh``. For each shape and technique it measures the trainer's own step (``train.train_step``) at a
-common length, without reading data. Then it looks for the longest length that fits into ``--memory`` GiB: it starts at
-the length that the memory plan predicts and goes down, which checks the plan on the way. Computation is in bf16 with
-fp32 master weights and AdamW. Without a GPU everything runs at toy size on the CPU, which shows only
-that the script works; the report then says that no GPU figure exists.
+``gpu.sh`` starts it. The layers have the shapes of a 1.2B and an 8B model. For each shape and technique the script
+times the step of real training (``train.train_step``) on random tokens at one common length. Then it searches the
+longest sequence that fits into ``--memory`` GiB: it starts at the length that the memory plan predicts and shortens it
+until a step fits, which also checks the plan. Computation is in bf16 with fp32 master weights and AdamW. Without a GPU
+the script runs at toy size on the CPU. This shows only that it works, and the report says that it has no GPU figures.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ TECHNIQUES = {
     "full, tiled MLP, head groups": FULL + "--mlp-tile-size {tile} --attention-head-groups 4 ",
     "full, tiled MLP, offload": FULL + "--mlp-tile-size {tile} --offload-activations ",
 }
-#: Share of the memory that is planned for; the rest is fragmentation.
+#: Share of the memory that a plan may fill. The rest is left for fragmentation.
 USABLE = 0.93
 
 
 class Bench:
-    """One device and its budget of time."""
+    """A device, and a limit on the time for all measurements."""
 
     def __init__(self, toy: bool, seconds: float, memory: float, layers: int):
         import torch
@@ -74,11 +74,11 @@ class Bench:
         return with_vocab(load_run([*text.split(), *backend.split()], 1)[0], vocab)
 
     def left(self) -> float:
-        """Seconds of the budget."""
+        """Return the seconds left until the time limit."""
         return self.end - time.monotonic()
 
     def step(self, shape: str, flags: str, length: int, repeats: int) -> dict[str, Any] | None:
-        """Seconds of the fastest step and its peak memory; None when it does not fit."""
+        """Return the time of the fastest step, its peak memory and its MFU; None when it does not fit into memory."""
         import torch
 
         try:
@@ -107,7 +107,7 @@ class Bench:
         batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.arange(length).unsqueeze(0),
                            torch.zeros(1, dtype=torch.int64), length).to(self.device)
         times = []
-        for _ in range(repeats + 1):  # the first makes the optimizer's states
+        for _ in range(repeats + 1):  # the first step creates the optimizer states and is not timed
             started = time.perf_counter()
             step.update(step.compute_gradients([batch]), scheduler_samples=0)
             if not self.toy:
@@ -128,7 +128,11 @@ class Bench:
         return found
 
     def longest(self, shape: str, flags: str, start: int, cap: int) -> dict[str, Any] | None:
-        """From the planned length downwards in steps of a tenth until one fits; at most ``cap``, for the time."""
+        """Return a step of the longest sequence that fits, or None.
+
+        The first length is the longest that the memory plan allows, at most ``cap`` to limit the time. A length that
+        does not fit is shortened by a tenth and tried again.
+        """
         grain = 64 if self.toy else 4096
 
         def fits(tokens: int) -> bool:
@@ -149,7 +153,7 @@ class Bench:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the results as a Markdown page."""
     lines = ["# Longest sequence and MFU on one GPU", ""]
     if results["toy"]:
         lines += ["**No GPU figure exists yet.** What follows is a dry run of the script on a CPU at toy size; it says "

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Compare the time of the tiled loss with torch's unfused one: output layer, cross-entropy and both gradients.
+"""Compare the time of the tiled loss with that of torch's unfused one: output layer, cross-entropy and gradients.
 
-Both take turns in one process with one thread, so that a busy machine slows them alike, and the medians of their
-processor times are compared. The exit status is 1 when tiled / unfused is above ``--limit``.
+    python benchmarks/loss.py --tokens 4096 --vocab 32000
+
+The two take turns in one process with one thread, so that other work on the machine slows them equally. Their median
+processor times are compared. The exit status is 1 if tiled / unfused is above ``--limit``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def steps(tokens: int, hidden: int, vocab: int, device_name: str) -> dict[str, Callable[[], float]]:
-    """Return a function for each loss. It computes the gradients of the same sum of losses and returns the sum."""
+    """Return for each loss a function that computes the sum of the losses and its gradients, and returns the sum."""
     import torch
     import torch.nn.functional as F
 
@@ -52,13 +54,14 @@ def steps(tokens: int, hidden: int, vocab: int, device_name: str) -> dict[str, C
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--limit", type=float, default=1.3)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--tokens", type=int, default=4096, help="default: %(default)s")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default: %(default)s)")
+    parser.add_argument("--vocab", type=int, default=32000, help="vocabulary size (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each loss (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=1.3,
+                        help="largest time of the tiled loss relative to the unfused one (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     import torch
 
@@ -66,7 +69,7 @@ def main() -> None:
     clock = time.process_time if arguments.device == "cpu" else time.perf_counter
     programs = steps(arguments.tokens, arguments.hidden, arguments.vocab, arguments.device)
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    losses = {name: run() for name, run in programs.items()}  # warm up
+    losses = {name: run() for name, run in programs.items()}  # the first call of each is slower and not measured
     for _ in range(arguments.repeats):
         for name, run in programs.items():
             started = clock()

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """Compare the measured peak memory of a training step with the predicted one, for each memory technique and length.
 
-Each point is measured in a process of its own, with Ulysses in two. The process loads the libraries, makes a short
-step, so that optimizer states and kernels exist, and then one step of the length. The measurement is the growth of its
-resident memory from before the model is built to the peak. It needs Linux and runs on the CPU in fp32.
+    python benchmarks/memory.py --only "full recompute" --lengths 2048 4096
 
-Two figures of each technique are compared with ``megatron_sp.plan.memory``: the slope (bytes per token between the
-shortest and the longest length) and the peak at the longest length. The exit status is 1 when a slope is off by more
-than 15% or a peak by more than 10%.
+Each point is measured in a new process, or in two with Ulysses. The process loads the libraries and makes a short step,
+which creates the optimizer states. Then it makes one step of the given length. The measured value is the peak of its
+resident memory minus its resident memory before the model was built. It needs Linux and runs on the CPU in fp32.
 
-``MALLOC_MMAP_THRESHOLD_`` is set for the measured processes. Without it glibc keeps freed blocks below 32 MiB, and
-memory that the program has freed would still count.
+Two figures of each technique are compared with the predictions of ``megatron_sp.plan.memory``: the slope, which is the
+bytes per token between the shortest and the longest length, and the peak at the longest length. The exit status is 1 if
+a slope differs by more than 15% or a peak by more than 10%.
+
+The script sets ``MALLOC_MMAP_THRESHOLD_`` for the measured processes. Without it glibc keeps freed blocks of less than
+32 MiB, and memory that the program has freed would count.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ MODEL = ("--num-layers 3 --hidden-size 768 --num-attention-heads 12 --group-quer
          f"--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --eval-iters 0 "
          f"--vocab-size {VOCAB} ")
 FULL = "--recompute-granularity full "
-#: Flags and number of processes; {s} is the sequence length. The lengths reach higher where memory is smaller.
+#: For each technique: its flags, where {s} is the sequence length; the number of processes; and a factor by which its
+#: lengths are multiplied, because techniques that need little memory can be measured at longer ones.
 TECHNIQUES: dict[str, tuple[str, int, float]] = {
     "untiled loss": ("--loss-tile-size {s}", 1, 1.0),
     "tiled loss": ("", 1, 1.0),
@@ -60,7 +63,7 @@ def configuration(flags: str, length: int, world: int) -> Run:
 
 
 def resident(field: str) -> int:
-    """Return bytes of this process: VmRSS is the resident memory now, VmHWM the most since the last reset."""
+    """Return the resident memory of this process in bytes: now (field VmRSS), or its peak since a reset (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -68,7 +71,7 @@ def resident(field: str) -> int:
 
 
 def child(flags: str, length: int) -> dict[str, float]:
-    """Measure one point in this process."""
+    """Measure one technique at one length, in this process."""
     import torch
 
     from megatron_sp.data.batch import Microbatch
@@ -82,7 +85,8 @@ def child(flags: str, length: int) -> dict[str, float]:
     environment = launch_environment()
     run = configuration(flags, length, environment.world_size)
     mesh = ParallelMesh.build(run.parallel, start(run.parallel, environment))
-    (torch.randn(512, 512) @ torch.randn(512, 512)).sum()  # loads the libraries' code and buffers
+    # The first product makes the libraries load their code and allocate their buffers.
+    (torch.randn(512, 512) @ torch.randn(512, 512)).sum()
     before = resident("VmRSS")
     model = build_model(run, mesh)
     engine, optimizer = build_engine(run, model, mesh), build_optimizer(run, model)
@@ -100,7 +104,7 @@ def child(flags: str, length: int) -> dict[str, float]:
         return time.perf_counter() - started
 
     step(SHORT)
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    Path("/proc/self/clear_refs").write_text("5")  # makes Linux reset VmHWM
     seconds = step(length)
     peak = resident("VmHWM")
     stop()
@@ -108,10 +112,10 @@ def child(flags: str, length: int) -> dict[str, float]:
 
 
 def measure(flags: str, length: int, world: int, scratch: Path) -> dict[str, float]:
-    """Start the processes of one point and return the measurement of the rank that takes most.
+    """Measure one technique at one length in new processes, and return the measurement of the rank that needs most.
 
     Raises:
-        SystemExit: the process failed (its output is shown).
+        SystemExit: a process failed; the message has its output.
     """
     words = [str(Path(__file__)), "--child", flags, "--lengths", str(length), "--json", str(scratch)]
     launcher = [sys.executable]
@@ -130,7 +134,7 @@ def measure(flags: str, length: int, world: int, scratch: Path) -> dict[str, flo
 
 
 def technique(name: str, lengths: list[int], scratch: Path) -> dict[str, Any]:
-    """Measure all points of one technique and compare them with the predictions."""
+    """Measure one technique at all lengths and compare the results with the predictions."""
     flags, world, factor = TECHNIQUES[name]
     points: list[dict[str, Any]] = []
     for length in (round(factor * length) for length in lengths):
@@ -152,7 +156,7 @@ def technique(name: str, lengths: list[int], scratch: Path) -> dict[str, Any]:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Write a picture with measured points and predicted lines."""
+    """Draw the measured memory as points and the predicted memory as lines, and write the picture."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -177,10 +181,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 6144], help="(default: %(default)s; "
-                        "twice that where memory is smaller)")
-    parser.add_argument("--only", nargs="+", choices=list(TECHNIQUES), help="these techniques")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/memory.json")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 6144], help="sequence lengths "
+                        "(default: %(default)s; techniques that need little memory take twice that)")
+    parser.add_argument("--only", nargs="+", choices=list(TECHNIQUES), help="measure only these techniques")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/memory.json",
+                        help="write the figures here, and the picture beside it (default: %(default)s)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:

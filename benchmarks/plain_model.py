@@ -1,6 +1,6 @@
 """The baseline of ``step_time.py``: a Llama-type model and a training step written in plain PyTorch.
 
-It uses nothing of megatron_sp, is not parallel and is not tuned. Its parts are ``nn.Linear``, ``nn.RMSNorm``,
+It imports nothing from megatron_sp, is not parallel and is not tuned. Its parts are ``nn.Linear``, ``nn.RMSNorm``,
 ``F.scaled_dot_product_attention``, ``F.cross_entropy`` and fused AdamW.
 """
 
@@ -31,7 +31,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """[b, s, h] -> [b, s, h]"""
+        """Return the output of the layer, ``[b, s, h]``, for the input x, ``[b, s, h]``."""
         normed = self.input_norm(x)
         q, k, v = (project(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # -> [b, n, s, d]
                    for project in (self.q, self.k, self.v))
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """A decoder: embedding, layers, norm, output layer."""
+    """A decoder: embedding, layers, final norm, output layer."""
 
     def __init__(self, *, layers: int, hidden: int, heads: int, ffn: int, vocab: int, seq_length: int):
         super().__init__()
@@ -59,7 +59,7 @@ class PlainModel(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[b, s] -> logits [b, s, v]"""
+        """Return the logits ``[b, s, v]`` of tokens ``[b, s]``."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)

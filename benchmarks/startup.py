@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Time from the launch to the first training iteration, against the least it could be.
+"""Measure the time from the launch to the first training iteration, and compare it with a minimal program.
 
-Starts, in turn, ``pretrain_gpt.py`` with a tiny model and a bare script that imports torch and
-makes one FSDP step, both under torchrun with the same number of processes, and compares the times
-at which each prints its first iteration. Exit status 1 when the difference is above ``--limit``.
+    python benchmarks/startup.py --repeats 3
+
+The script starts in turn ``pretrain_gpt.py`` with a tiny model and a bare program that imports torch and makes one FSDP
+step, both under torchrun with two processes. It compares the times after which they print their first iteration. The
+exit status is 1 if the difference is above ``--limit``.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"
 
 
 def seconds_to_first_iteration(command: list[str], directory: Path) -> float:
-    """Run ``command`` in ``directory``; seconds until it prints a line that says ``iteration ... 1``.
+    """Run ``command`` in ``directory`` and return the seconds until it prints the line of iteration 1.
 
     Raises:
-        SystemExit: it ended without such a line (its output is shown).
+        SystemExit: the command failed or printed no such line; the message has its output.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     started = time.monotonic()
@@ -68,7 +70,7 @@ def seconds_to_first_iteration(command: list[str], directory: Path) -> float:
 
 
 def measure(repeats: int) -> dict[str, list[float]]:
-    """Times of both, taken in turn so that a busy machine slows both."""
+    """Return the times of both programs. They take turns, so that other work on the machine slows them equally."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
                 "--nproc-per-node", "2"]
     times: dict[str, list[float]] = {"bare": [], "pretrain_gpt": []}
@@ -85,8 +87,9 @@ def measure(repeats: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=3.0, help="seconds allowed on top (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each program (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=3.0,
+                        help="seconds that pretrain_gpt.py may take beyond the bare one (default: %(default)s)")
     arguments = parser.parse_args()
     times = measure(arguments.repeats)
     bare, ours = statistics.median(times["bare"]), statistics.median(times["pretrain_gpt"])

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Time and peak memory of a training step: a plain PyTorch loop, ours on one process, ours with Ulysses.
+"""Compare time and memory of a training step: a plain PyTorch loop, megatron_sp on one process, and on two by Ulysses.
 
-Everything is measured in one run, in turn (plain, ours, ours split, plain, ...), so that a busy machine
-slows all alike; medians are compared. A step is forward, backward, clipping and fused AdamW in fp32 on a
-batch of one sequence that stays the same. Each process has one thread, each measured program its own
-processes, which wait without work while another is measured. Before its step a process is awake for a
-moment, as it is in training: two that were woken at once may start on the same core.
+    python benchmarks/step_time.py --seq-lengths 2048 8192
 
-Beside the time on the clock stands the processor time of the slowest process. On a machine with other
-work that is the steadier figure; on an idle one the two agree.
+The three programs ("plain", "ours" and "ours, ulysses 2") take turns making steps, so that other work on the machine
+slows them equally. Their medians are compared. A step is forward, backward, clipping and fused AdamW in fp32, on
+always the same batch of one sequence. Each program has its own processes, of one thread each, which sleep while another
+program is measured. A process spins for a moment before its step: two processes that have just been woken may share a
+core at first, which does not happen within a training.
 
-Exit status 1 when a ratio misses its goal (``--goal-one``, ``--goal-split``), by the clock or, with
+The table shows the wall-clock time and the processor time of the slowest process. On an idle machine the two agree. On
+a machine with other work the processor time varies less.
+
+The exit status is 1 if a ratio misses its goal (``--goal-one``, ``--goal-split``), by wall-clock time or, with
 ``--by-cpu-time``, by processor time.
 """
 
@@ -33,12 +35,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-AWAKE = 0.1  # seconds
+AWAKE = 0.1  # seconds to spin before a step
 SHAPE = dict(layers=4, hidden=256, heads=8, ffn=688, vocab=8192)
 
 
 class Measured(NamedTuple):
-    """One step of one process."""
+    """The measurements of one step of a process."""
 
     wall: float  # seconds
     cpu: float   # seconds of processor time, all threads
@@ -46,13 +48,13 @@ class Measured(NamedTuple):
 
 
 def peak_megabytes() -> float:
-    """Largest resident memory of this process so far."""
+    """Return the peak resident memory of this process so far, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def plain_step(length: int) -> Callable[[], float]:
-    """Return a function that makes one step of the plain loop that ours is compared with."""
+    """Return a function that makes one step of the plain PyTorch loop and returns the loss."""
     from benchmarks.plain_model import PlainModel, make_step
 
     tokens, labels = batch(length)
@@ -60,7 +62,7 @@ def plain_step(length: int) -> Callable[[], float]:
 
 
 def batch(length: int) -> tuple[Any, Any]:
-    """Return tokens and labels of one sequence, [1, s] each."""
+    """Return random tokens and their labels for one sequence, ``[1, s]`` each."""
     import torch
 
     text = torch.randint(0, SHAPE["vocab"], (1, length + 1), generator=torch.Generator().manual_seed(1))
@@ -68,7 +70,7 @@ def batch(length: int) -> tuple[Any, Any]:
 
 
 def our_step(length: int, rank: int, world: int, zero_stage: int, store: str) -> Callable[[], float]:
-    """Return a function that makes one step of our trainer (``train.train_step``) on the same batch."""
+    """Return a function that makes one step of real training (``train.train_step``) on the same batch."""
     import torch
     import torch.distributed as dist
 
@@ -104,7 +106,7 @@ def our_step(length: int, rank: int, world: int, zero_stage: int, store: str) ->
 
 
 def work(pipe: Connection, build: Callable[[], Callable[[], float]]) -> None:
-    """A process: build, then take a step for each word that arrives."""
+    """Run a process: build the program, then make one step for each "step" that arrives through the pipe."""
     import torch
 
     torch.set_num_threads(1)
@@ -123,11 +125,11 @@ def work(pipe: Connection, build: Callable[[], Callable[[], float]]) -> None:
 
 
 class Program:
-    """One or more processes that take steps together."""
+    """A measured program: one or more processes that make steps together."""
 
     def __init__(self, name: str, builders: list[Callable[[], Callable[[], float]]]):
         self.name, self.steps = name, []  # type: str, list[Measured]
-        context = multiprocessing.get_context("fork")  # nothing is imported yet: as light as a spawn
+        context = multiprocessing.get_context("fork")  # safe and cheap, since this process has not imported torch
         self.pipes, self.processes = [], []
         for build in builders:
             here, there = context.Pipe()
@@ -139,7 +141,7 @@ class Program:
         self.peak: list[float] = []
 
     def step(self, *, keep: bool) -> None:
-        """One step of all processes; the slowest counts."""
+        """Make one step on all processes. With ``keep``, record the time of the slowest."""
         for pipe in self.pipes:
             pipe.send("step")
         found = [pipe.recv() for pipe in self.pipes]
@@ -155,12 +157,12 @@ class Program:
             process.join()
 
     def median(self, field: str) -> float:
-        """Of all measured steps."""
+        """Return the median of a field of ``Measured`` over all recorded steps."""
         return statistics.median(getattr(step, field) for step in self.steps)
 
 
 def measure(length: int, repeats: int, zero_stage: int, scratch: Path) -> list[Program]:
-    """All programs at one sequence length, in turn."""
+    """Measure all programs at one sequence length, in turn, and return them."""
     one, two = str(scratch / f"one{length}"), str(scratch / f"two{length}")
     programs = [
         Program("plain", [lambda: plain_step(length)]),
@@ -176,7 +178,7 @@ def measure(length: int, repeats: int, zero_stage: int, scratch: Path) -> list[P
 
 
 def show(length: int, programs: list[Program]) -> dict[str, Any]:
-    """Print a table; the ratios of interest."""
+    """Print a table of all programs and return its figures and the ratios between programs."""
     print(f"\nsequence {length}: medians of {len(programs[0].steps)} steps")
     print(f"{'':<18}{'s/step':>9}{'tokens/s':>11}{'cpu s':>9}{'peak MB per process':>22}{'of which model':>16}")
     rows = {}
@@ -199,12 +201,17 @@ def show(length: int, programs: list[Program]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[2048, 8192], help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=7, help="measured steps of each (default: %(default)s)")
-    parser.add_argument("--zero-stage", type=int, default=0, help="of ours (default: %(default)s)")
-    parser.add_argument("--goal-one", type=float, default=0.97, help="ours / plain (default: %(default)s)")
-    parser.add_argument("--goal-split", type=float, default=1.8, help="ulysses 2 / ours (default: %(default)s)")
-    parser.add_argument("--by-cpu-time", action="store_true", help="judge by processor time")
-    parser.add_argument("--json", type=Path, help="write all figures here too")
+    parser.add_argument("--repeats", type=int, default=7,
+                        help="measured steps of each program (default: %(default)s)")
+    parser.add_argument("--zero-stage", type=int, default=0,
+                        help="ZeRO stage of megatron_sp (default: %(default)s)")
+    parser.add_argument("--goal-one", type=float, default=0.97,
+                        help="least speed of ours relative to plain (default: %(default)s)")
+    parser.add_argument("--goal-split", type=float, default=1.8,
+                        help="least speed of ulysses 2 relative to ours (default: %(default)s)")
+    parser.add_argument("--by-cpu-time", action="store_true",
+                        help="compare processor time with the goals instead of wall-clock time")
+    parser.add_argument("--json", type=Path, help="also write all figures here")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start; 1 thread per process, fp32")

@@ -1,10 +1,11 @@
-"""Measure what each memory technique costs in time, as a multiple of the plain training step.
+"""Measure how much time each memory technique costs, as a multiple of a training step without any.
 
-    OMP_NUM_THREADS=1 python benchmarks/techniques.py [--seq-length 4096] [--repeats 3]
+    OMP_NUM_THREADS=1 python benchmarks/techniques.py --seq-length 4096 --repeats 3
 
-Forward and backward in one process, in fp32: hidden 256, 4 layers, 8 heads, 2 key/value heads, feed-forward 688,
-vocabulary 8192. The variants take turns and medians of processor time are printed, because other work on the
-machine changes those little. On a CPU, offload copies within the same memory, so its line only shows what copies cost.
+The step is a forward and a backward in one process in fp32, of a model with hidden size 256, 4 layers, 8 heads, 2
+key/value heads, feed-forward width 688 and a vocabulary of 8192. The techniques take turns, and medians of processor
+time are printed: other work on the machine changes them little. On a CPU, offload copies within the same memory, so its
+line shows only what the copies cost.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ TECHNIQUES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seq-length", type=int, default=4096, help="tokens (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="measured steps of each (default: %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     models = {}

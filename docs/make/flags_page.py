@@ -1,4 +1,4 @@
-"""Write docs/reference/flags.md and megatron-flags.md: every flag, read off the configuration and its tables.
+"""Write docs/reference/flags.md and megatron-flags.md, which list every flag, from ``megatron_sp/config``.
 
 Run it after changing a flag: ``python docs/make/flags_page.py``.
 """

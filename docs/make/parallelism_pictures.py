@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/background/parallelism.md, one per axis.
+"""Draw the pictures of docs/background/parallelism.md, one for each kind of parallelism.
 
-Each shows the grid of what is split (tokens, heads, columns, layers, samples) with a colour per rank.
+    python docs/make/parallelism_pictures.py
+
+A picture shows what is split (tokens, heads, columns, layers or samples) as a grid, with a colour for each rank.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ GREY = "#dddddd"
 
 def grid(axes: Any, x: float, y: float, colours: Sequence[Sequence[str]], *, title: str, across: str, down: str,
          cell: float = 0.42, texts: Sequence[Sequence[str]] = ()) -> float:
-    """Draw a block of coloured cells and return the x at its right edge."""
+    """Draw a block of coloured cells with its labels, top left corner at (x, y), and return the x of its right edge."""
     from matplotlib.patches import Rectangle
 
     rows, columns = len(colours), len(colours[0])
@@ -41,7 +43,7 @@ def grid(axes: Any, x: float, y: float, colours: Sequence[Sequence[str]], *, tit
 
 
 def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], text: str = "", bend: float = 0.0) -> None:
-    """Draw an arrow with words above its middle."""
+    """Draw an arrow with ``text`` above its middle; ``bend`` curves it."""
     axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color="#444444", lw=1.3,
                                                   connectionstyle=f"arc3,rad={bend}"))
     axes.text((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.12, text, ha="center", va="bottom", fontsize=8)
@@ -56,7 +58,7 @@ def by_column(rows: int, columns: int) -> list[list[str]]:
 
 
 def ulysses(axes: Any) -> None:
-    """Draw tokens split, then heads, then tokens again."""
+    """Draw Ulysses: tokens are split before attention, heads within it, tokens after it."""
     right = grid(axes, 0.5, 0, by_row(8, 8), title="q, k, v projected", across="heads", down="tokens")
     arrow(axes, (right + 0.15, -1.7), (right + 1.75, -1.7), "all-to-all\n(q, k, v as one)")
     right = grid(axes, right + 2.2, 0, by_column(8, 8), title="attention", across="heads", down="tokens")
@@ -65,7 +67,7 @@ def ulysses(axes: Any) -> None:
 
 
 def ring(axes: Any) -> None:
-    """Draw which tokens each rank owns (zigzag), and which blocks of attention it computes."""
+    """Draw a ring: which tokens each rank owns (zigzag), and which blocks of the attention matrix it computes."""
     layout = SequenceLayout(8, ring=4, kind="zigzag")
     owner = {token: rank for rank in range(4) for token in layout.positions(rank)}
     right = grid(axes, 0.5, 0, [[COLOURS[owner[token]]] for token in range(8)], title="tokens", across="zigzag",
@@ -88,7 +90,7 @@ def ring(axes: Any) -> None:
 
 
 def hybrid(axes: Any) -> None:
-    """Draw Ulysses over 2 ranks inside a ring of 2."""
+    """Draw Ulysses over 2 ranks within a ring of 2 members."""
     layout = SequenceLayout(8, ring=2, ulysses=2, kind="zigzag")
     owner = {token: rank for rank in range(4) for token in layout.positions(rank)}
     right = grid(axes, 0.5, 0, [[COLOURS[owner[token]]] * 4 for token in range(8)], title="between layers",
@@ -104,7 +106,7 @@ def hybrid(axes: Any) -> None:
 
 
 def tensor(axes: Any) -> None:
-    """Draw the columns of one matrix and the rows of the next, split."""
+    """Draw tensor parallelism: the columns of one matrix are split over ranks, and the rows of the next."""
     right = grid(axes, 0.5, 0, [[GREY] * 4 for _ in range(6)], title="x", across="hidden", down="tokens")
     arrow(axes, (right + 0.1, -1.3), (right + 1.3, -1.3), "all-gather*")
     right = grid(axes, right + 1.75, 0, by_column(4, 8), title="up, gate, q, k, v", across="columns", down="hidden")
@@ -119,7 +121,7 @@ def tensor(axes: Any) -> None:
 
 
 def pipeline(axes: Any) -> None:
-    """Draw three ways to give layers to ranks."""
+    """Draw a pipeline: three ways to assign layers to ranks."""
     plain = [0, 0, 1, 1, 2, 2, 3, 3]
     ways = [("1f1b, zero-bubble", "one stage a rank", plain),
             ("interleaved", "several stages a rank", [0, 1, 2, 3] * 2),
@@ -137,7 +139,7 @@ def pipeline(axes: Any) -> None:
 
 
 def data(axes: Any) -> None:
-    """Draw samples split over ranks, and what each ZeRO stage splits."""
+    """Draw data parallelism: samples are split over ranks, and with ZeRO also model states, by stage."""
     right = grid(axes, 0.5, 0, by_row(8, 6), title="global batch", across="tokens", down="samples")
     x = right + 1.8
     for stage, sharded in enumerate(((), ("Adam",), ("Adam", "gradients"), ("Adam", "gradients", "weights"))):
@@ -177,7 +179,7 @@ PICTURES = {
 
 
 def main(directory: Path) -> None:
-    """Write all pictures."""
+    """Write all pictures into a directory."""
     pyplot = load_pyplot()
     from matplotlib.patches import Patch
 
@@ -195,5 +197,5 @@ def main(directory: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     images = Path(__file__).resolve().parents[1] / "images"
-    parser.add_argument("directory", nargs="?", type=Path, default=images, help="where to (default: docs/images)")
+    parser.add_argument("directory", nargs="?", type=Path, default=images, help="default: docs/images")
     main(parser.parse_args().directory)

@@ -21,7 +21,7 @@ STYLES = {
              "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
              "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 8",
     "gpt2": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --make-vocab-size-divisible-by 16",
-    # The rest of the choices, mixed.
+    # The model choices that the other styles do not use.
     "mixed": "--num-layers 2 --hidden-size 48 --num-attention-heads 6 --num-key-value-heads 3 --kv-channels 16 "
              "--squared-relu --normalization LayerNorm --apply-layernorm-1p --add-qkv-bias --disable-bias-linear "
              "--qk-layernorm --position-embedding-type rope --rotary-percent 0.5 --rotary-interleaved "
@@ -40,12 +40,12 @@ class Case:
     """One layout that must compute the same as one process.
 
     Attributes:
-        name: the test's id.
+        name: id of the test.
         world: number of ranks.
-        layout: flags that must not change any number.
+        layout: flags that must not change any result.
         style: a key of ``STYLES``.
-        model: further flags that do change the numbers, for the reference too.
-        masked: which labels are masked (megatron_sp.proof.steps.batch).
+        model: further flags, which may change results and which the reference gets too.
+        masked: which labels are masked (see megatron_sp.proof.data.batch).
     """
 
     name: str
@@ -56,19 +56,19 @@ class Case:
     masked: str = "nothing"
 
     def flags(self) -> list[str]:
-        """All flags but those of ``TRAINING``."""
+        """Return the flags of the model and the layout, without those of ``TRAINING``."""
         return [*STYLES[self.style].split(), *self.model.split(), *self.layout.split()]
 
     def run(self) -> Run:
-        """The resolved configuration."""
+        """Return the resolved configuration."""
         return tiny_run(self.flags(), self.world)
 
 
 def tiny_run(flags: Sequence[str], world_size: int = 1, vocab_size: int = 97) -> Run:
-    """A resolved, checked configuration; later flags replace those of ``TRAINING``.
+    """Return the resolved and checked configuration of ``TRAINING`` and these flags, which win over it.
 
     Raises:
-        AssertionError: a flag has no effect: the test would not test what its flags say.
+        AssertionError: a flag has no effect, so the test would not test what its flags say.
     """
     run, notes = load_run([*TRAINING, *flags], world_size, files=False)
     assert not [note for note in notes if "no effect" in note], notes

@@ -1,4 +1,4 @@
-"""Which configuration fields the code reads, found in its source text."""
+"""Find the configuration fields that the code reads, in its source text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 from megatron_sp.config.schema import Run
 
 SECTIONS = {field.name for field in dataclasses.fields(Run)}
-#: The classes of the sections, by the name that annotations use.
+#: The section that each class stands for, by the class name in annotations.
 CLASSES = {str(field.type): field.name for field in dataclasses.fields(Run)}
 
 
 def reads(path: Path) -> set[str]:
-    """``section.field`` of every attribute that is read off a section of the configuration.
+    """Return ``section.field`` for every field of a section of the configuration that a module reads.
 
-    A section is ``anything.section``, what such a value was assigned to, or a parameter of the section's class.
+    An expression is taken for a section if it is ``anything.section``, a name to which such an expression was assigned,
+    or a parameter annotated with the section's class.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     names = _names_of_sections(tree)
@@ -27,15 +28,15 @@ def reads(path: Path) -> set[str]:
 
 
 def _names_of_sections(tree: ast.AST) -> dict[str, set[str]]:
-    """What holds which sections in a module; one name may hold another section in another function."""
+    """Return the sections that each name of a module stands for, which may differ between its functions."""
     names: dict[str, set[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and node.annotation is not None:
             section = CLASSES.get(ast.unparse(node.annotation))
             if section:
                 names.setdefault(node.arg, set()).add(section)
-    before = -1
-    while before != (before := sum(map(len, names.values()))):     # an assigned name may be assigned on
+    before = -1  # repeat until nothing changes, since a name may be assigned to another name
+    while before != (before := sum(map(len, names.values()))):
         for target, value in _assignments(tree):
             for section in _sections_of(value, names):
                 names.setdefault(ast.unparse(target), set()).add(section)

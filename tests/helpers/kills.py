@@ -1,8 +1,8 @@
-"""Kill a process before each of its changes to the file system, one change a try.
+"""Kill a process just before each of its changes to the file system: before another change in each attempt.
 
-Run as a program, it imports nothing heavy and has one thread, so that it can fork: for the Nth try it copies a
-directory and forks a child, which ends without any clean-up just before the Nth call that changes names or opens a
-file. The last try is the one that runs to its end.
+This module runs as a program, with one thread and without large imports, so that it can fork. For attempt N it copies a
+directory and forks a child. The child exits without any clean-up just before its Nth call that opens a file or changes
+names. The last attempt is the one in which the child reaches its end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from megatron_sp.checkpoint import files, writing
 
-#: Audit events of CPython that come right before a system call on files.
+#: Audit events that CPython raises just before a system call on files.
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.scandir", "os.utime"}
 
-#: Exit code of a child that ended before its time.
+#: Exit code of a child that was killed before it had finished.
 KILLED = 9
 
 
@@ -32,7 +32,7 @@ def save(directory: Path, iteration: int, text: str) -> Path:
 
 
 def killed_saves(source: Path, work: Path, iteration: int, text: str) -> list[Path]:
-    """Copies of ``source`` in which ``save`` was killed before its 1st, 2nd ... change; the last one is whole."""
+    """Return copies of ``source`` in which ``save`` was killed before change 1, 2 ...; in the last one it finished."""
     command = [sys.executable, "-m", "tests.helpers.kills", str(source), str(work), str(iteration), text]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

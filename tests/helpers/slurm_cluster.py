@@ -1,8 +1,8 @@
 """A real Slurm cluster of two nodes on this machine, for tests of the launch scripts.
 
-Debian's ``slurm-wlm`` and ``munge`` bring the daemons. All files of the cluster (key, sockets, state, logs) lie in one
-temporary directory, and every daemon listens on 127.0.0.1 only. The two nodes are two ``slurmd`` processes with ports
-of their own, so that ``sbatch``, ``srun``, ``scancel`` and ``scontrol requeue`` behave as on a cluster.
+The daemons come from Debian's packages ``slurm-wlm`` and ``munge``. All files of the cluster (key, sockets, state,
+logs) lie in one temporary directory, and every daemon listens on 127.0.0.1 only. The two nodes are two ``slurmd``
+processes with ports of their own. ``sbatch``, ``srun``, ``scancel`` and ``scontrol requeue`` behave as on a cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 NODES = ("n1", "n2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue")
 HOSTS = Path("/etc/hosts")
-#: Seconds in which the daemons must be ready, also on a busy machine.
+#: Seconds after which the daemons must be ready, even on a busy machine.
 START_TIMEOUT = 60.0
 
 CONFIGURATION = """\
@@ -79,7 +79,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 class SlurmCluster:
-    """A running cluster; ``slurm_cluster`` makes one.
+    """A running cluster, started by ``slurm_cluster``.
 
     Attributes:
         root: directory of the cluster's files and logs.
@@ -94,7 +94,7 @@ class SlurmCluster:
         """Run one of Slurm's commands and return its standard output.
 
         Raises:
-            AssertionError: it failed, with what it printed.
+            AssertionError: the command failed; the message has its output.
         """
         done = subprocess.run([str(word) for word in words], env={**self.environment, **variables}, text=True,
                               capture_output=True, timeout=timeout, check=False)
@@ -114,7 +114,7 @@ class SlurmCluster:
         """Wait until a job is in one of these states and return it.
 
         Raises:
-            AssertionError: the time is over.
+            AssertionError: the job was in none of these states before the timeout.
         """
         deadline = time.monotonic() + timeout
         while (state := self.state(job)) not in states:
@@ -156,7 +156,7 @@ def slurm_cluster(root: Path, cpus: int = 4) -> Iterator[SlurmCluster]:
 
 @contextmanager
 def _names_that_resolve() -> Iterator[None]:
-    """Let the nodes' names mean this machine for a while: launch scripts look up the first node's address."""
+    """Make the nodes' names resolve to this machine, because launch scripts look up the first node's address."""
     before = HOSTS.read_text()
     HOSTS.write_text(before + "".join(f"127.0.0.1 {name}  # megatron_sp's tests\n" for name in NODES))
     try:

@@ -1,4 +1,4 @@
-"""A directory on a disk that is soon full."""
+"""A directory with little disk space, for tests of what happens when a disk is full."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def small_disk(directory: Path, kib: int = 64) -> Iterator[Path]:
-    """Give ``directory`` only ``kib`` KiB of space.
+    """Limit the space of ``directory`` to ``kib`` KiB during the ``with`` statement.
 
-    Where this process may mount (as root), a tmpfs of that size is mounted there. Elsewhere the kernel limits the size
-    of every file this process writes: the error has another text, but comes at the same places.
+    As root, a tmpfs of that size is mounted there. Otherwise the kernel limits the size of every file that this process
+    writes: errors then have another text, but occur at the same places.
     """
     directory.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(directory)]
@@ -32,5 +32,5 @@ def small_disk(directory: Path, kib: int = 64) -> Iterator[Path]:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-#: What the two ways of filling a disk say.
+#: The messages of errors under the two ways to limit the space.
 FULL = r"(No space left on device|File too large|\d+ requested and \d+ written; the disk may be full)"

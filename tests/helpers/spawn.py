@@ -1,11 +1,10 @@
-"""Gloo ranks on CPU for tests: cheap to start, killed when they hang.
+"""Start gloo ranks on CPUs for tests, quickly, and kill them when they hang.
 
-``run_ranks(fn, 4, *args)`` calls ``fn(*args)`` on four new processes whose process group exists and
-returns their results in rank order. The first failing rank's traceback is raised in the parent; ranks
-that hang are killed, and the error says where each of them was. The processes are forked from a server
-that has imported torch once, so that eight ranks start in a quarter of a second; each call has its own
-processes because torch keeps the meshes of destroyed process groups in its caches. No port is used:
-ranks meet in a file of a temporary directory.
+``run_ranks(fn, 4, *args)`` starts four processes that form a process group, calls ``fn(*args)`` on each, and returns
+the results in rank order. If ranks fail, the parent raises their tracebacks. If ranks hang, it kills them and raises
+an error with the stack of each. The processes are forked from a server process that has imported torch once, so eight
+ranks start in a quarter of a second. Each call has new processes, because torch keeps the meshes of destroyed process
+groups in its caches. The ranks use no port: they meet through a file in a temporary directory.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-#: The type of ``run_ranks``, for tests that get it as the fixture ``ranks``.
+#: The type of ``run_ranks``, which tests get as the fixture ``ranks``.
 RunRanks = Callable[..., list[Any]]
 
-#: Imported once by the server that the ranks are forked from; nothing here may start a thread.
+#: Modules that the server imports before it forks ranks. None of them may start a thread, which a fork would lose.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
            "torch.distributed.checkpoint", "megatron_sp.model.build", "megatron_sp.train.trainer"]
 
-#: Seconds the other ranks get to report an error of their own after the first one.
+#: Seconds to wait for errors of other ranks after the first rank has reported an error.
 GRACE = 1.0
 
 
@@ -40,8 +39,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """Call ``fn(*args)`` on ``world_size`` new ranks.
 
     Args:
-        fn: module-level function; it finds the default process group initialised, and the launcher's
-            environment variables set.
+        fn: function at the top level of a module. When it is called, the default process group exists and the
+            launcher's environment variables are set.
+        world_size: number of ranks.
+        args: arguments of the function; they must be picklable.
         timeout: seconds for the call, after which its processes are killed.
 
     Returns:
@@ -53,7 +54,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     with tempfile.TemporaryDirectory(prefix="ranks_") as directory:
         ranks = [_Rank(rank, world_size, Path(directory)) for rank in range(world_size)]
         try:
-            message = pickle.dumps((fn, args))  # plain pickle: torch's own would share memory by file descriptors
+            message = pickle.dumps((fn, args))  # not torch's pickler, which shares tensors through file descriptors
             for rank in ranks:
                 rank.connection.send_bytes(message)
             results, errors, hung = _collect(ranks, time.monotonic() + timeout)
@@ -67,7 +68,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 class _Rank:
-    """The parent's side of one process."""
+    """A rank as the parent sees it: its process and the connection to it."""
 
     def __init__(self, number: int, world_size: int, directory: Path):
         context = multiprocessing.get_context("forkserver")
@@ -81,7 +82,7 @@ class _Rank:
         theirs.close()
 
     def answer(self) -> tuple[bool, Any]:
-        """``(succeeded, result or traceback)``"""
+        """Receive the rank's answer: whether it succeeded, and its result or its traceback."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
@@ -89,7 +90,7 @@ class _Rank:
             return False, f"the process died with exit code {self.process.exitcode}"
 
     def kill(self) -> None:
-        """End this process, and nothing else; one that has answered is given time to leave."""
+        """Kill this rank's process, after a moment in which one that has answered can exit by itself."""
         self.connection.close()
         self.process.join(0.01)
         self.process.kill()
@@ -97,7 +98,7 @@ class _Rank:
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> tuple[dict[int, Any], dict[int, str], list[_Rank]]:
-    """Results and errors by rank, and the ranks that did not answer."""
+    """Wait for all ranks; return the results and the errors by rank, and the ranks that did not answer."""
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     waiting = {rank.connection: rank for rank in ranks}
@@ -118,9 +119,10 @@ def _reports(errors: dict[int, str]) -> list[str]:
 
 
 def _places(ranks: list[_Rank], verdict: str) -> list[str]:
-    """Ask hung ranks for their stacks (a signal handler in C answers even inside a collective).
+    """Return a line and the stack of each rank that hangs.
 
-    SIGUSR2, because SIGUSR1 asks a training run to stop.
+    SIGUSR2 makes faulthandler write the stack, even while the rank waits in a collective. SIGUSR1 would ask a training
+    run to stop.
     """
     for rank in ranks:
         if rank.process.pid and rank.trace.exists():
@@ -131,7 +133,7 @@ def _places(ranks: list[_Rank], verdict: str) -> list[str]:
 
 
 def _serve(rank: int, world_size: int, connection: Connection, store: str, trace: str) -> None:
-    """A rank's life: receive a function, run it within a process group, answer."""
+    """Run one rank: receive a function, call it within a process group, and send back its result or traceback."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # as a launcher does; the group exists already
@@ -146,9 +148,9 @@ def _serve(rank: int, world_size: int, connection: Connection, store: str, trace
             dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
                                     timeout=timedelta(minutes=10))
             answer = pickle.dumps((True, fn(*args)))
-            if dist.is_initialized():  # a program under test may have ended the group itself
+            if dist.is_initialized():  # a tested program may have destroyed the group
                 dist.barrier()
                 dist.destroy_process_group()
-        except BaseException:  # also SystemExit and pytest's own outcomes: the parent judges
+        except BaseException:  # of any kind, such as SystemExit or pytest's: the parent raises it
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)

@@ -1,4 +1,4 @@
-"""Live tensor bytes of a piece of work, by watching every storage from its first use to its end."""
+"""Measure the bytes of all live tensors while code runs, by watching each storage from its creation to its end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts the bytes of all storages that operators return while it is active, and frees them as they end.
+    """Count the bytes of all storages that operators return while this mode is active, until each storage is freed.
 
-    Works on real and on fake tensors; with fake ones enter ``FakeTensorMode`` first. What a kernel uses
-    within itself is not seen.
+    It works on real and on fake tensors; for fake ones, enter ``FakeTensorMode`` first. It does not see memory that a
+    kernel uses internally.
 
     Attributes:
-        live, peak: bytes now, and the most so far.
-        largest: elements of the largest tensor seen, and the operator that made it.
+        live: bytes of all live storages.
+        peak: largest value of ``live`` so far.
+        largest: number of elements of the largest tensor so far, and the operator that returned it.
+        at_peak: bytes at the peak by operator, shape and type (if ``explain``).
     """
 
     def __init__(self, explain: bool = False) -> None:
@@ -35,7 +37,7 @@ class StorageTracker(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
-            """FSDP frees gathered weights so, behind the dispatcher's back."""
+            """Count a change of size: FSDP frees gathered weights this way, which the dispatcher does not see."""
             self._resize(storage, size)
             self._change(storage)
 
@@ -49,7 +51,7 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(
                 args[0], torch._subclasses.FakeTensor):
-            result = args[0]  # fake waiting makes a copy, real waiting does not
+            result = args[0]  # with fake tensors this operator returns a copy, with real ones its input
         else:
             result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -58,7 +60,7 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def add(self, tensor: torch.Tensor, name: str = "") -> None:
-        """Count a tensor that was made before."""
+        """Count a tensor, for example one that existed before this mode became active."""
         for part in _plain(tensor):
             storage = part.untyped_storage()
             if part.numel() > self.largest[0] and part.numel() * part.element_size() <= storage.nbytes():
@@ -91,13 +93,13 @@ class StorageTracker(TorchDispatchMode):
         self.live -= self._made.pop(key)[3]
 
     def report(self, least: int = 1 << 20) -> str:
-        """What was live at the peak, largest first (with ``explain``)."""
+        """Return lines about what was live at the peak, largest first (if ``explain``)."""
         lines = [f"{size / 2**20:10.1f} MiB  {key}" for key, size in self.at_peak.most_common() if size >= least]
         return "\n".join(lines)
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with storage behind a tensor subclass."""
+    """Yield the plain tensors that a tensor subclass consists of."""
     if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, torch._subclasses.FakeTensor):
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)

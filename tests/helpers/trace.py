@@ -1,4 +1,4 @@
-"""Allocation trace of a training step of the real model, on fake tensors: no memory, any size, any number of ranks."""
+"""Trace what a training step of the real model allocates, with fake tensors: for any size and any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.helpers.storage import StorageTracker
 
 @dataclass(frozen=True)
 class Traced:
-    """Bytes of one rank.
+    """The bytes that one rank allocates.
 
     Attributes:
-        weights: of the shards, before the step.
-        peak: the most during forward and backward, weights included, optimizer states not.
-        end: after them, gradients included.
-        largest: elements of the largest tensor, and the operator that made it.
-        report: what was live at the peak (with ``explain``).
+        weights: bytes of the rank's weights before the step.
+        peak: most bytes during forward and backward, with weights and without optimizer states.
+        end: bytes after the backward, with weights and gradients.
+        largest: number of elements of the largest tensor, and the operator that returned it.
+        report: what was live at the peak (if ``explain``).
     """
 
     weights: int
@@ -44,12 +44,12 @@ class Traced:
 
 @contextlib.contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
-    """A process group whose other ranks do not exist."""
+    """Form a process group in which only rank 0 exists; its collectives return at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     joined = DeviceMesh._concatenate
 
     def outside(meshes: list[DeviceMesh]) -> DeviceMesh:
-        with unset_fake_temporarily():  # rank tables are computed with, so they must be real
+        with unset_fake_temporarily():  # meshes compute with their tensors of ranks, so these must be real
             return joined(meshes)
 
     DeviceMesh._concatenate = staticmethod(outside)  # type: ignore[method-assign,assignment]
@@ -61,8 +61,10 @@ def fake_world(world_size: int) -> Iterator[None]:
 
 
 def trace_step(run: Run, *, explain: bool = False) -> Traced:
-    """Forward and backward of one global batch of a resolved run on rank 0; without pipeline (stages wait for
-    their neighbours' tensors) and shared memory."""
+    """Trace forward and backward of one global batch on rank 0.
+
+    The run must have no pipeline, whose stages would wait for tensors of other stages, and no shared memory.
+    """
     assert run.parallel.pp == 1 and not run.parallel.shared_memory
     with fake_world(run.parallel.world_size):
         mesh = ParallelMesh.build(run.parallel)
@@ -71,13 +73,13 @@ def trace_step(run: Run, *, explain: bool = False) -> Traced:
 
 
 def _assemble_really(*args: Any, assemble: Callable[..., GPT] = build.assemble) -> GPT:
-    """Modules on the meta device; torch cannot move fake ones."""
+    """Build the modules with real tensors on the meta device, because torch cannot move fake tensors from there."""
     with unset_fake_temporarily():
         return assemble(*args)
 
 
 def trace_here(run: Run, mesh: ParallelMesh, *, explain: bool = False) -> Traced:
-    """The same on the ranks of a process group that exists, with real tensors or fake ones."""
+    """Trace a step as ``trace_step`` does, within a process group that exists already."""
     model = build.build_model(run, mesh)
     engine = build_engine(run, model, mesh)
     with StorageTracker(explain) as tracker:

@@ -1,4 +1,4 @@
-"""Whole training runs within a test: on the ranks of a pool, through the same set-up as the program."""
+"""Run whole trainings within a test, on ranks of ``run_ranks``, with the same set-up as pretrain_gpt.py."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.helpers.configs import TRAINING, tiny_run
 
 
 def train(flags: str) -> str:
-    """Run the program on this rank; the text of the user's mistake, if any. Ends the process group."""
+    """Train on this rank; return the message of the user error, or "". The process group is destroyed."""
     return train_and_tell(flags)[1]
 
 
 def train_and_tell(flags: str) -> tuple[str, str]:
-    """What this rank prints, and the text of the user's mistake, if any; see ``train``."""
+    """Train as ``train`` does; return what this rank prints, and the message of the user error, or ""."""
     from megatron_sp.errors import UserError
 
     rank, world, output = dist.get_rank(), dist.get_world_size(), io.StringIO()
@@ -51,7 +51,7 @@ def train_and_tell(flags: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[None]:
-    """A place for what a run without --save writes where it starts."""
+    """Work in a temporary directory, since a run without --save may write into the current one."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
@@ -62,7 +62,7 @@ def scratch() -> Iterator[None]:
 
 
 def steps(directory: Path, *names: str) -> list[tuple[Any, ...]]:
-    """These values of each logged step, in order."""
+    """Return the values with these names of each logged step, in order."""
     return [tuple(row[name] for name in names) for row in read_metrics(directory / "metrics.jsonl") if "lm_loss" in row]
 
 
@@ -70,15 +70,16 @@ def copy_checkpoint(flags: str, source: str, target: str) -> bool:
     """Load a checkpoint into another layout on this rank and save it from there.
 
     Returns:
-        whether the padding of the vocabulary is zero everywhere, in weights and moments
+        Whether all padding of the vocabulary is 0, in weights and in optimizer moments.
     """
-    run = tiny_run(["--seed", "99", *flags.split()], dist.get_world_size())     # other initial weights
+    # The seed makes the initial weights differ from those of the checkpoint.
+    run = tiny_run(["--seed", "99", *flags.split()], dist.get_world_size())
     mesh = ParallelMesh.build(run.parallel)
     model = build_model(run, mesh)
     optimizer = build_optimizer(run, model)
     for piece in model_pieces(model, run.model).values():
         if piece.padding is not None:
-            piece.padding.fill_(7.0)      # loading must not leave it
+            piece.padding.fill_(7.0)      # loading must set it to 0
     state = load_checkpoint(source, model, optimizer, run)
     assert state is not None
     pieces = model_pieces(model, run.model) | optimizer_pieces(model, optimizer, run.model)
@@ -88,12 +89,12 @@ def copy_checkpoint(flags: str, source: str, target: str) -> bool:
 
 
 def full_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, read without any process group and without our reading code."""
+    """Return all tensors of a checkpoint by name, whole, read by torch alone and without a process group."""
     reader = FileSystemReader(checkpoint)
     tensors = {name: torch.full(tuple(entry.size), float("nan"), dtype=entry.properties.dtype)
                for name, entry in reader.read_metadata().state_dict_metadata.items()
                if isinstance(entry, TensorStorageMetadata)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")      # it says that there is no process group
+        warnings.simplefilter("ignore")      # torch warns that there is no process group
         load(tensors, storage_reader=reader, no_dist=True)
     return tensors

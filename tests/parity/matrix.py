@@ -1,8 +1,8 @@
-"""The matrix of layouts: every axis with every other one, chosen so that all pairs of values meet.
+"""The matrix of layouts: combinations of all axes in which nearly every pair of values occurs.
 
-A layout is one value on each of the ``AXES``. ``allowed`` says which combinations exist; ``chosen`` picks a
-small number of them that together hold nearly every pair of values that can meet; ``sample`` draws any
-number of them. ``of_size`` makes layouts of one axis whose group has any size, such as 3, 7 or 12.
+A layout has one value on each of the ``AXES``. ``allowed`` says which combinations are valid. ``chosen`` picks a small
+number of layouts in which nearly every possible pair of values occurs. ``sample`` draws any number of layouts at
+random. ``of_size`` makes layouts with a group of any size on one axis, such as 3, 7 or 12 ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import cache
 
 from tests.helpers.configs import Case
 
-#: The values of each axis. ``micro_batch`` decides the accumulation: 8 sequences make 8 / (micro_batch x dp)
-#: microbatches. ``extra_layers`` makes the layers of pipeline stages uneven.
+#: The values of each axis. A global batch has 8 sequences, so ``micro_batch`` sets the gradient accumulation too: there
+#: are 8 / (micro_batch x dp) microbatches. With ``extra_layers`` the pipeline stages have unequal numbers of layers.
 AXES: dict[str, tuple[object, ...]] = {
     "tp": (1, 2), "pp": (1, 2, 4), "ulysses": (1, 2, 4), "ring": (1, 2), "dp": (1, 2), "zero": (0, 1, 2, 3),
     "schedule": ("none", "1f1b", "interleaved", "zero-bubble", "zero-bubble, 2 stages", "zbv", "dualpipev"),
@@ -24,19 +24,19 @@ AXES: dict[str, tuple[object, ...]] = {
     "kv_heads": (8, 2, 1), "style": ("llama", "gpt"), "extra_layers": (0, 1),
     "masked": ("nothing", "eod", "late half", "ragged"), "exchange": ("collectives", "memory", "overlapped"),
 }
-#: How tensors are exchanged: as on GPUs, by collectives, in most layouts; through memory that CPU ranks share in the
-#: others. An overlapped exchange goes through collectives too.
+#: The flags of each way to exchange tensors: through collectives, as on GPUs; through memory that CPU ranks share; and
+#: through collectives that overlap with computation.
 EXCHANGE = {"collectives": " --no-shared-memory", "memory": "", "overlapped":
             " --no-shared-memory --ulysses-overlap-groups 2"}
-#: The flag of each axis that ``of_size`` takes; data parallelism is what is left.
+#: The flag that sets each axis of ``of_size``. Data parallelism has none: its size follows from the number of ranks.
 SIZED_AXES = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "ulysses": "--ulysses-size",
               "ring": "--ring-size", "dp": ""}
 SIZES = (3, 4, 5, 6, 7, 8, 9, 10, 12)
 Layout = tuple[object, ...]
 Pair = tuple[tuple[int, object], ...]
 
-STAGES_PER_RANK = {"none": 1, "1f1b": 1, "zero-bubble": 1}  # of the others: 2
-#: How many layouts are drawn to choose among, per world size.
+STAGES_PER_RANK = {"none": 1, "1f1b": 1, "zero-bubble": 1}  # all other schedules: 2
+#: For each number of ranks, how many random layouts ``chosen`` picks from.
 CANDIDATES = {2: 150, 4: 400, 8: 250}
 SIZE = "--hidden-size 32 --num-attention-heads 8 --seq-length 32 --global-batch-size 8 " \
        "--make-vocab-size-divisible-by 6"
@@ -46,7 +46,7 @@ STYLE = {"llama": "--swiglu --normalization RMSNorm --position-embedding-type ro
 
 
 def values(layout: Layout) -> dict[str, object]:
-    """The layout by axis."""
+    """Return the value of a layout on each axis, by the name of the axis."""
     return dict(zip(AXES, layout))
 
 
@@ -56,7 +56,7 @@ def world_size(layout: Layout) -> int:
 
 
 def allowed(layout: Layout) -> bool:
-    """Whether the layout exists, needs at most 8 ranks, and says nothing that has no effect."""
+    """Return whether a layout is valid, needs 2 to 8 ranks, and sets no axis that has no effect."""
     at = values(layout)
     pp, schedule = int(str(at["pp"])), str(at["schedule"])
     number = 8 // (int(str(at["micro_batch"])) * int(str(at["dp"])))
@@ -77,7 +77,7 @@ def allowed(layout: Layout) -> bool:
 
 
 def case(layout: Layout) -> Case:
-    """The layout as flags."""
+    """Return the case, with flags, that tests a layout."""
     at = values(layout)
     schedule, pp = str(at["schedule"]), int(str(at["pp"]))
     stages = pp * STAGES_PER_RANK.get(schedule, 2)
@@ -97,7 +97,7 @@ def case(layout: Layout) -> Case:
 
 
 def name(layout: Layout) -> str:
-    """A short description, for messages."""
+    """Return a short description of a layout, for messages."""
     at = values(layout)
     degrees = [f"{axis} {at[axis]}" for axis in ("tp", "pp", "ulysses", "ring", "dp") if at[axis] != 1]
     words = [axis.replace("_", " ") for axis in ("megatron_sp", "recompute", "tied") if at[axis]]
@@ -108,7 +108,7 @@ def name(layout: Layout) -> str:
 
 
 def draw(generator: random.Random, world: int | None = None) -> Layout:
-    """A random allowed layout, with ``world`` ranks if that is given."""
+    """Draw a random allowed layout, with ``world`` ranks if that is given."""
     while True:
         at = {axis: generator.choice(options) for axis, options in AXES.items()}
         if at["pp"] == 1:
@@ -119,15 +119,15 @@ def draw(generator: random.Random, world: int | None = None) -> Layout:
 
 
 def layout_of(seed: int) -> Layout:
-    """A random allowed layout."""
+    """Return the random allowed layout of a seed."""
     return draw(random.Random(seed))
 
 
 def sample(count: int, seed: int) -> list[Case]:
     """Draw ``count`` different layouts at random.
 
-    A third of them, or 45 where that is more and at most half, have a group of 3 to 10 or 12 ranks on one axis: the 45
-    pairs of axis and size take turns.
+    Some of them have a group of 3 to 10 or 12 ranks on one axis: a third of all, or 45 if that is more, at most half.
+    There are 45 pairs of an axis and a size, and they are used in turn.
     """
     generator, found = random.Random(seed), dict[Layout, None]()
     pairs_of_axis_and_size = [(axis, size) for axis in SIZED_AXES for size in SIZES]
@@ -141,9 +141,9 @@ def sample(count: int, seed: int) -> list[Case]:
 
 
 def of_size(axis: str, size: int, generator: random.Random) -> Case:
-    """Return a layout of ``size`` ranks on one axis, with a model that divides over them; the rest is random.
+    """Return a case with ``size`` ranks on one axis and a model that fits this size; all other values are random.
 
-    Ulysses ranks also get heads that do not divide over them, and tensor-parallel ranks key/value heads that do not.
+    On the Ulysses axis the heads may be no multiple of the ranks, and on the tensor axis the key/value heads.
     """
     at = {name: generator.choice(AXES[name]) for name in ("zero", "tied", "style", "masked", "exchange")}
     heads, kv, layers, batch, words = 4, generator.choice((1, 2, 4)), 2, 4, [
@@ -165,7 +165,7 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
         shards = [part for part in range(2, size) if size % part == 0]
         if at["zero"] and shards and generator.random() < 0.5:
             words.append(f"--fsdp-size {generator.choice(shards)}")
-    if axis in ("ulysses", "ring", "dp"):  # elsewhere there is nothing to exchange and nothing to shard
+    if axis in ("ulysses", "ring", "dp"):  # the other axes have nothing to exchange and nothing to shard
         overlaps = axis == "ulysses" and heads >= 2 * size
         exchange = "collectives" if at["exchange"] == "overlapped" and not overlaps else str(at["exchange"])
         words.append(EXCHANGE[exchange])
@@ -182,20 +182,20 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
 
 @cache
 def chosen_of_size() -> tuple[Case, ...]:
-    """Return a few layouts whose groups are no powers of two, for every run of the tests."""
+    """Return the few cases with group sizes that are no powers of two which every run of the tests includes."""
     generator = random.Random(1)
     return tuple(of_size(axis, size, generator) for axis, size in (
         ("tp", 3), ("ring", 3), ("pp", 3), ("ulysses", 5), ("dp", 6), ("ulysses", 7)))
 
 
 def pairs(layout: Layout) -> Iterator[Pair]:
-    """All pairs of values that meet in a layout."""
+    """Return all pairs of values that occur together in a layout."""
     return itertools.combinations(enumerate(layout), 2)
 
 
 @cache
 def chosen() -> tuple[Layout, ...]:
-    """10 layouts of 8 ranks, 30 of 4 and 10 of 2, picked one by one for the pairs of values met least so far."""
+    """Pick 10 layouts of 8 ranks, 30 of 4 and 10 of 2: each the one with most pairs of values that are rare so far."""
     generator, met = random.Random(4), Counter[Pair]()
     picked: list[Layout] = []
     for world, count in ((8, 10), (4, 30), (2, 10)):

@@ -1,7 +1,7 @@
-"""Single-line faults in a copy of the package, each with a layout in which the proof must see it.
+"""Mutants: copies of the package with a fault in one line, and for each a layout in which the proof must find it.
 
-A mutant is a piece of one source line and what stands there instead. ``seen_in`` lists what the proof then finds
-wrong: so that a fault is caught for its own reason, not because the copy does not run.
+A mutant names a piece of a source line and the text that replaces it. ``seen_in`` names a value that the proof must
+then find wrong. So a test passes only if the fault itself was found, and not if the copy merely does not run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_sp"
 
-#: The model of all mutants: real sizes, which the proof makes small.
+#: The flags of the model of all mutants. It has realistic sizes, since the proof makes it small itself.
 MODEL = ("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-key-value-heads 4 --seq-length 4096 "
          "--global-batch-size 64 --train-iters 10 --lr 1e-4 --mock-data --vocab-size 32000 --swiglu --normalization "
          "RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0")
@@ -24,15 +24,15 @@ DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault.
+    """A fault in one line, and how to find it.
 
     Attributes:
-        file: within the package.
-        right: a piece of a line that occurs once in the file.
-        wrong: what stands there in the mutant.
-        world: processes.
-        flags: the layout, added to ``MODEL``.
-        seen_in: a piece of the name of a value that the proof must find wrong; "" where the mutant does not run.
+        file: path of the file within the package.
+        right: a piece of a line; it occurs once in the file.
+        wrong: the text that replaces it.
+        world: number of processes.
+        flags: flags of the layout, added to ``MODEL``.
+        seen_in: part of the name of a value that the proof must find wrong; "" if the mutant does not run.
     """
 
     file: str
@@ -43,7 +43,7 @@ class Mutant:
     seen_in: str
 
     def write(self, directory: Path) -> None:
-        """Copy the package into a directory, with the fault."""
+        """Copy the package into a directory and put the fault into the copy."""
         shutil.copytree(PACKAGE, directory / "megatron_sp", ignore=shutil.ignore_patterns("__pycache__"))
         path = directory / "megatron_sp" / self.file
         text = path.read_text()
@@ -51,7 +51,7 @@ class Mutant:
         path.write_text(text.replace(self.right, self.wrong))
 
 
-#: Reader, trainer and optimizer; exchanges and sums; heads; dropout and precision.
+#: Faults in the reader, trainer and optimizer; in exchanges and sums; in the assignment of heads; in dropout.
 MUTANTS = {
     "label at the end of a shard": Mutant(
         "data/batch.py", "window[:-1], window[1:]", "window[:-1], np.append(window[1:-1], window[0])", 2, U2, "loss"),
@@ -108,15 +108,15 @@ MUTANTS = {
         "(self.rank - 1) % self.size], ranks[(self.rank + 1)", 3,
         "--ring-size 3 --seq-length 4098", "loss"),
 }
-#: In the default run of tests; the others are slow.
+#: Mutants of the default run of the tests; the others are marked slow.
 QUICK = ("label at the end of a shard", "clip by the squared norm", "gradients not unscaled",
          "key/value heads of the first tp rank, replicated")
 
 
 def prove_mutant(directory: str, flags: Sequence[str], world: int) -> list[str]:
-    """On a rank: shrink and prove a run with the package in ``directory``; return the names of all wrong values.
+    """On a rank: shrink and prove a run with the package in ``directory``, and return the names of all wrong values.
 
-    The package that this process has already imported is forgotten first.
+    Modules of the real package that this process has imported are removed first.
     """
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron_sp"]:
         del sys.modules[name]

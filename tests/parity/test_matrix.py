@@ -1,10 +1,10 @@
-"""The matrix of layouts against the plain model: fp64 gradients to 1e-9, three optimizer steps in fp32 to 1e-5.
+"""Every layout of the matrix agrees with the plain model: fp64 gradients to 1e-9, three fp32 training steps to 1e-5.
 
-SGD with momentum shows a wrong scale of the gradients, which Adam hides; Adam shows wrong moments and
-wrong signs. Gradients are clipped, so that the norm counts too. Several layouts share one set of
-processes: starting them is what costs time.
+The trainings use SGD with momentum, which shows a wrong scale of the gradients that Adam would hide, and Adam, which
+shows wrong moments and signs. Gradients are clipped, so that a wrong norm changes the result. Several layouts share one
+set of processes, because starting processes takes most of the time.
 
-``--long N`` (``bash tests/run.sh parity-all``) takes N random layouts instead of the chosen ones.
+``--long N`` (``bash tests/run.sh parity-all``) tests N random layouts instead of the chosen ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.parity import matrix
 
 GRADIENTS, TRAINING = 1e-9, 1e-5  # tolerances
 STEPS = 3
-#: Layouts per set of processes, by number of ranks; else 2.
+#: How many layouts share a set of processes, by the number of ranks; 2 for all other numbers.
 PACK = {1: 4, 2: 5, 4: 5, 8: 3}
-#: A resolved run has the start and the end of the weight decay's course, too.
+#: A resolved run has the weight decay three times: its value now, at the start and at the end.
 DECAY = dict(weight_decay=0.1, start_weight_decay=0.1, end_weight_decay=0.1)
 OPTIMIZERS = {"sgd": dict(optimizer="sgd", sgd_momentum=0.9, clip_grad=0.5, **DECAY),
-              # epsilon: with 1e-5 rounding of gradients near 0 becomes steps 1.7e-5 apart, where fp64 agrees to 1e-14
+              # With epsilon 1e-5, rounding of gradients near 0 makes fp32 steps differ by 1.7e-5 (fp64: 1e-14).
               "adam": dict(optimizer="adam", adam_eps=1e-4, clip_grad=0.5, **DECAY)}
 LEARNING_RATE = {"sgd": 0.1, "adam": 3e-3}
 
@@ -40,13 +40,13 @@ Expected = tuple[Step, dict[str, list[Step]]]
 
 
 def with_optimizer(run: Run, name: str) -> Run:
-    """The run trained by one of the optimizers."""
+    """Return the run with one of the ``OPTIMIZERS``."""
     return replace(run, optimizer=replace(run.optimizer, **OPTIMIZERS[name]),  # type: ignore[arg-type]
                    schedule=replace(run.schedule, lr=LEARNING_RATE[name]))
 
 
 def expect(case: Case) -> Expected:
-    """The plain model's step in fp64, and its training in fp32 by each optimizer."""
+    """Return the plain model's step in fp64, and its training in fp32 with each optimizer."""
     run = Case("reference", 1, "", case.style, case.model, case.masked).run()
     weights = random_weights(run)
     batches = [batch(run, case.masked, seed) for seed in range(STEPS)]
@@ -56,7 +56,7 @@ def expect(case: Case) -> Expected:
 
 
 def compare(cases: Sequence[Case], expected: Sequence[Expected]) -> dict[str, dict[str, float]]:
-    """On a rank: for each layout, what differs by more than the tolerance."""
+    """On a rank: return the differences of each layout that are beyond the tolerance."""
     wrong: dict[str, dict[str, float]] = {}
     meshes: dict[Parallel, ParallelMesh] = {}
     for case, (gradients, trained) in zip(cases, expected):
@@ -83,7 +83,7 @@ def compare(cases: Sequence[Case], expected: Sequence[Expected]) -> dict[str, di
 
 
 def packs(cases: Sequence[Case]) -> list[list[Case]]:
-    """Layouts that share processes."""
+    """Divide the cases into groups that share processes."""
     found = []
     for world in sorted({case.world for case in cases}):
         same = [case for case in cases if case.world == world]
@@ -92,7 +92,7 @@ def packs(cases: Sequence[Case]) -> list[list[Case]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The chosen layouts, or ``--long N`` random ones."""
+    """Give ``test_matrix`` the chosen layouts, or with ``--long N`` so many random ones."""
     if "pack" not in metafunc.fixturenames:
         return
     count = metafunc.config.getoption("--long")
@@ -136,7 +136,7 @@ def test_groups_of_all_sizes_are_drawn() -> None:
 
 
 def test_different_numbers_are_seen() -> None:
-    """The comparison sees one element that is off by a little more than the tolerance."""
+    """The comparison finds one element that differs by a little more than the tolerance."""
     ours, theirs = ({"weight": torch.ones(10, dtype=torch.float64)} for _ in range(2))
     ours["weight"][3] += 2e-9
     assert tensor_differences(ours, theirs)["weight"] == pytest.approx(2e-9)

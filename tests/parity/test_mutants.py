@@ -1,4 +1,4 @@
-"""The proof sees faults of one line in the reader, the trainer, the exchanges, the heads and the dropout keys."""
+"""The proof finds faults of one line in the reader, trainer, exchanges, heads and dropout keys (``mutants.py``)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from tests.helpers.spawn import run_ranks
 from tests.parity.mutants import MODEL, MUTANTS, PACKAGE, QUICK, Mutant, prove_mutant
 
-#: Every flag that a mutant uses, without a fault: what the proof finds wrong is the fault's doing.
+#: The layouts of all mutants. Without a fault they must pass, so that a mutant fails because of its fault.
 LAYOUTS = sorted({(mutant.world, mutant.flags) for mutant in MUTANTS.values()})
 
 
 def found_wrong(mutant: Mutant, directory: Path) -> list[str]:
-    """Return the names of the values that the proof finds wrong; the error's text when the mutant does not run."""
+    """Return the names of the values that the proof finds wrong, or the error message if the mutant does not run."""
     mutant.write(directory)
     flags = [*MODEL.split(), *mutant.flags.split()]
     try:
