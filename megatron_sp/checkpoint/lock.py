@@ -250,5 +250,5 @@ def _process_start(pid: int) -> int:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return 0
-    values = re.sub(r".*\)", "", text, flags=re.DOTALL).split()      # the name before ")" may hold spaces
+    values = re.sub(r".*\)", "", text, flags=re.DOTALL).split()      # drop the process name, which may hold spaces
     return 0 if values[0] in ("Z", "X") else int(values[19])

@@ -76,7 +76,7 @@ def refuse_to_overwrite(run: Run) -> None:
         CheckpointError: the directory holds checkpoints that this run does not load, or directories of another program.
     """
     flags = run.checkpoint
-    if run.train.skip_train:      # evaluates only and saves nothing
+    if run.train.skip_train:      # a run that only evaluates saves nothing
         return
     save = Path(flags.save)
     continues = bool(flags.load) and os.path.realpath(flags.load) == os.path.realpath(save)

@@ -68,7 +68,9 @@ def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:
 
 
 def _parallel(parallel: Parallel) -> Parallel:
-    """Sizes of groups that shard; replicas that divide the ranks become such a size, others stay for the check."""
+    """Fill in the number of ranks that share one copy of the weights, from the number of copies that a flag asks for.
+
+    A number of copies that does not divide the ranks is left for the check, which reports it."""
     if parallel.fsdp_size or min(parallel.tp, parallel.pp, parallel.ulysses, parallel.ring) < 1:
         return parallel
     replicas = max(parallel.fsdp_replicas, 1)

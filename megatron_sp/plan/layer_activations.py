@@ -85,7 +85,7 @@ def layer_memory(run: Run, *, device: str = "cpu") -> LayerMemory:
 
     ffn, peak, tile = _feed_forward(run, sizes)
     x1_n2 = x + n1 + stats + mask
-    grad = x + gathered + (x if mask else 0)  # of the layer's output, with dropout before and after the mask
+    grad = x + gathered + (x if mask else 0)  # gradient of the layer's output; with dropout also before its mask
     if tile:
         at_mlp = x1_n2 + grad + n1 + peak  # n1: the gradient of n2
         mlp = x1_n2

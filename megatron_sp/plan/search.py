@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def flags(self) -> list[str]:
-        """The flags of the layout and the techniques, without the model's and the training's."""
+        """Return the flags for the layout and the memory techniques, without those of model and training."""
         parallel, memory = self.run.parallel, self.run.memory
         values: dict[str, object] = {
             "--tensor-model-parallel-size": parallel.tp if parallel.tp > 1 else "",

@@ -59,7 +59,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step."""
+        """Return the seconds of the whole step."""
         return (self.compute + sum(self.exposed.values()) + self.host) / (1 - self.bubble)
 
 

@@ -31,7 +31,7 @@ def test_one_batch_of_real_text_is_learnt_by_heart(tmp_path: Path, ranks: RunRan
 
 
 def train_on_data(flags: str) -> str:
-    """As ``train``, without the made-up data that tiny runs use."""
+    """Train as ``train`` does, on data files instead of the mock data that tiny runs use."""
     from tests.helpers import training
 
     training.TRAINING = [word for word in training.TRAINING if word != "--mock-data"]

@@ -111,7 +111,7 @@ def test_a_row_of_a_batch_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("words, parts, expected", [
     (["stop"], ["a ", "st", "op b"], ["a ", "", ""]),
     (["stop"], ["a st", "ep", " s"], ["a ", "step", " "]),
-    (["bc", "abcd"], ["xa", "b", "cd"], ["x", "", "a"]),       # the one that ends first counts
+    (["bc", "abcd"], ["xa", "b", "cd"], ["x", "", "a"]),       # the stop word that ends first decides
     (["\n\n"], ["a\n", "b\n", "\nc"], ["a", "\nb", ""]),
     ([], ["a", "b"], ["a", "b"]),
 ])

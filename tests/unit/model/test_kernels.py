@@ -1,4 +1,4 @@
-"""Kernels of other packages are asked for by name and missed by name; compiled layers compute the same."""
+"""The choice of kernels, the messages when a named one is missing, and compiled layers, which compute the same."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_named_kernel_that_is_not_there_is_a_mistake(choice: str) -> None:
 
 @pytest.mark.parametrize("offset, used", [(0.0, "apex"), (0.2, "torch")])
 def test_auto_takes_a_package_that_agrees(monkeypatch: pytest.MonkeyPatch, offset: float, used: str) -> None:
-    """A package of another version may be there and mean something else."""
+    """An installed package may be of a version whose functions compute something else."""
     package = SimpleNamespace(
         fused_rms_norm_affine=lambda x, weight, shape, eps: F.rms_norm(x, tuple(shape), weight + offset, eps),
         fused_layer_norm_affine=lambda x, weight, bias, shape, eps: F.layer_norm(x, tuple(shape), weight, bias, eps))

@@ -67,7 +67,7 @@ CASES = {
 
 
 def resolved(flags: str, world_size: int = 1) -> Run:
-    return with_vocab(load_run(f"{flags} --no-shared-memory".split(), world_size)[0], 8192)  # as on a GPU
+    return with_vocab(load_run(f"{flags} --no-shared-memory".split(), world_size)[0], 8192)  # GPUs use collectives, too
 
 
 @pytest.mark.parametrize("name", CASES)
