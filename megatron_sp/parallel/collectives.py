@@ -1,10 +1,10 @@
-"""Differentiable layout changes: each forward stands beside its backward.
+"""Differentiable collectives: each forward is next to its backward.
 
-Each is named after what happens to the tensor. ``w`` is the number of ranks in the group. The Megatron pairs are
-from Shoeybi et al. (arXiv 1909.08053) section 3 and Korthikanti et al. (arXiv 2205.05198) section 4.2; the
-all-to-all is DeepSpeed-Ulysses (arXiv 2309.14509) section 3.1.
+Each is named after what it does to the tensor. ``w`` is the number of ranks in the group. Sources: Shoeybi et al.
+(arXiv 1909.08053) section 3 and Korthikanti et al. (arXiv 2205.05198) section 4.2 for the pairs of tensor parallelism,
+DeepSpeed-Ulysses (arXiv 2309.14509) section 3.1 for the all-to-all.
 
-All collectives here are functional: they return new tensors. So recomputation may run them again, and
+All collectives here are functional: they return new tensors. So recomputation can run them again, and
 ``torch.compile`` can trace them.
 """
 
@@ -23,12 +23,12 @@ Group = dist.ProcessGroup
 
 
 def all_reduce_sum(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum over the group; not differentiable."""
+    """Return the sum over the group; not differentiable."""
     return torch_internals.all_reduce(x, "sum", group)
 
 
 def all_reduce_max(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Largest over the group; not differentiable."""
+    """Return the elementwise maximum over the group; not differentiable."""
     return torch_internals.all_reduce(x, "max", group)
 
 
@@ -109,14 +109,14 @@ def all_to_all(tensors: Sequence[torch.Tensor], change: SplitChange, channel: Ch
 
 
 class _Transfer:
-    """An all-to-all that was started and not finished; first of values, later of their gradients."""
+    """An all-to-all that was started and is not finished: in forward that of values, in backward that of gradients."""
 
     def __init__(self, channel: Channel, change: SplitChange):
         self.channel, self.change = channel, change
         self.finish: Finish | None = None
 
     def take_results(self) -> tuple[torch.Tensor, ...]:
-        """Wait and return what arrived."""
+        """Wait for the all-to-all and return its results."""
         assert self.finish is not None
         results = tuple(self.finish())
         self.finish = None
@@ -124,7 +124,7 @@ class _Transfer:
 
 
 class _StartAllToAll(torch.autograd.Function):
-    """Returns an empty tensor. It only tells autograd that ``_FinishAllToAll`` follows from the inputs."""
+    """Starts an all-to-all and returns an empty tensor, which makes ``_FinishAllToAll`` depend on the inputs."""
 
     @staticmethod
     def forward(ctx: Any, transfer: _Transfer, *tensors: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,8 @@ class _FinishAllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
         transfer: _Transfer = ctx.transfer
         transfer.finish = transfer.channel.start_all_to_all(grads, transfer.change.backwards())
-        return None, grads[0].new_empty(0)  # the real gradients are on their way; _StartAllToAll.backward returns them
+        # Autograd needs a gradient of the empty tensor. _StartAllToAll.backward returns the gradients of the inputs.
+        return None, grads[0].new_empty(0)
 
 
 def start_all_to_all(tensors: Sequence[torch.Tensor], change: SplitChange,
@@ -203,7 +204,7 @@ def sum_copied_heads(grad: torch.Tensor, index: torch.Tensor, num_heads: int) ->
 
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return x unchanged where each rank goes on to compute a part from it; backward sums the ranks' gradients."""
+    """Return x unchanged; backward sums the gradients of the ranks, each of which computes a part from x."""
     return _CopyToGroup.apply(x, group)
 
 
@@ -213,7 +214,7 @@ def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """All tokens from the group's shards; backward reduce-scatters.
+    """All-gather the tokens of the group's shards; backward reduce-scatters their gradients.
 
     Args:
         x: [b, t, ...]
@@ -224,7 +225,7 @@ def gather_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def reduce_scatter_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum the ranks' partial results, keep this rank's tokens; backward gathers.
+    """Sum the ranks' partial results and return this rank's tokens of the sum; backward all-gathers the gradients.
 
     Args:
         x: [b, t, ...]

@@ -37,8 +37,8 @@ def open_mailboxes(group: dist.ProcessGroup, timeout: timedelta, axis: str = "",
     """Connect the ranks of a group if all of them run on this machine and may share memory; all ranks call it.
 
     Args:
-        timeout: the longest wait for a peer later on.
-        axis: what the ranks are to each other, for messages.
+        timeout: the longest time that an exchange waits for a peer.
+        axis: name of the group's axis, for messages.
         slot: bytes of a mailbox's slot; default: what suits the number of ranks.
     Returns:
         the mailboxes on all ranks, or None on all ranks
@@ -65,12 +65,12 @@ def open_mailboxes(group: dist.ProcessGroup, timeout: timedelta, axis: str = "",
 
 
 def can_share_memory() -> bool:
-    """Whether this system and this build of Python have all calls that ``connect`` needs."""
+    """Return whether this system and this build of Python have all calls that ``connect`` needs."""
     return sys.platform == "linux" and all(hasattr(module, name) for module, name in NEEDED)
 
 
 def machine_name() -> str:
-    """A name that two processes have in common if they run as one user on one machine and see each other's sockets."""
+    """Return a name that is equal for two processes of one user on one machine that see each other's sockets."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             # Containers of one machine have the same boot id; their network namespaces tell them apart.
@@ -80,7 +80,10 @@ def machine_name() -> str:
 
 
 def listen(size: int, stack: contextlib.ExitStack) -> socket.socket | None:
-    """A socket under a name of Linux's abstract space, which vanishes with its process; None where impossible."""
+    """Return a listening socket with a name in Linux's abstract namespace; None where the system has none.
+
+    Such a name is no file and disappears with the process.
+    """
     if not can_share_memory():
         return None
     try:
@@ -96,11 +99,11 @@ def listen(size: int, stack: contextlib.ExitStack) -> socket.socket | None:
 def connect(listener: socket.socket, addresses: Sequence[bytes], rank: int, *, num_bytes: int) -> Connections:
     """Make this rank's memory, exchange descriptors with all peers, and map everybody's memory.
 
-    Each rank calls those before it and accepts those after it.
+    Each rank connects to the ranks before it and accepts connections from those after it.
 
     Args:
-        addresses: of each rank's listening socket.
-        num_bytes: of one rank's memory. Pages that are never touched take no memory.
+        addresses: address of each rank's listening socket.
+        num_bytes: size of one rank's memory. Pages that are never written take no memory.
     Returns:
         a socket for each peer, and the memory of every rank
     Raises:

@@ -53,7 +53,7 @@ TensorsByRank = Sequence[Sequence[torch.Tensor]]
 
 
 class Slot(NamedTuple):
-    """A part of a mailbox that holds one message."""
+    """One of the two parts of a mailbox; it holds one message."""
 
     header: memoryview  # four int64
     data: torch.Tensor  # uint8 [slot], the header included
@@ -67,13 +67,13 @@ class Mailboxes:
     """The mailboxes of this rank and of its peers; made by ``connect.open_mailboxes``.
 
     Args:
-        rank: of this process within the group.
-        global_ranks: the group's ranks in the world, for messages.
-        sockets: one for each peer, by rank in the group.
-        memories: the shared memory of each rank, this one's included.
-        timeout: the longest wait for a peer.
+        rank: number of this process within the group.
+        global_ranks: global rank of each rank of the group, for messages.
+        sockets: a socket to each peer, by the peer's rank in the group.
+        memories: the shared memory of each rank, this rank's included.
+        timeout: the longest time to wait for a peer.
         slot: bytes of a slot; a multiple of ``ALIGNMENT``.
-        axis: what the ranks are to each other, for messages (``ulysses``).
+        axis: name of the group's axis, for messages, for example ``ulysses``.
     """
 
     def __init__(self, rank: int, global_ranks: Sequence[int], sockets: dict[int, socket.socket],
@@ -83,8 +83,8 @@ class Mailboxes:
         self._sockets = sockets
         self._outgoing = {peer: _two_slots(memories[rank], peer, slot) for peer in sockets}
         self._incoming = {peer: _two_slots(memories[peer], rank, slot) for peer in sockets}
-        self._num_empty = dict.fromkeys(sockets, 2)  # slots of ours that we may fill
-        self._num_full = dict.fromkeys(sockets, 0)   # slots of the peer that we may empty
+        self._num_empty = dict.fromkeys(sockets, 2)  # slots in this rank's memory that it may fill
+        self._num_full = dict.fromkeys(sockets, 0)   # slots in the peer's memory that this rank may empty
         self._num_sent = dict.fromkeys(sockets, 0)
         self._num_received = dict.fromkeys(sockets, 0)
         self._num_exchanges = 0
@@ -116,15 +116,15 @@ class Mailboxes:
                 if message is None:
                     del outgoing[peer]
                 else:
-                    self._post(peer, message, _num_bytes(send[peer]))
-            for target, source in own:  # in the first round only, while the peers fill their mailboxes
+                    self._send_message(peer, message, _num_bytes(send[peer]))
+            for target, source in own:  # all in the first round, while the peers fill slots
                 target.add_(source) if add else target.copy_(source)
             for peer, messages in list(incoming.items()):
                 message = next(messages, None)
                 if message is None:
                     del incoming[peer]
                 else:
-                    self._take(peer, message, _num_bytes(receive[peer]), add)
+                    self._receive_message(peer, message, _num_bytes(receive[peer]), add)
 
     @torch.no_grad()
     def sum_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -148,8 +148,8 @@ class Mailboxes:
             each.close()
         self._outgoing, self._incoming = {}, {}
 
-    def _post(self, peer: int, message: list[torch.Tensor], total: int) -> None:
-        """Fill the next slot for a peer and tell it so."""
+    def _send_message(self, peer: int, message: list[torch.Tensor], total: int) -> None:
+        """Copy a message into the next slot for a peer and send FULL."""
         while not self._num_empty[peer]:
             self._wait_for(peer)
         self._num_empty[peer] -= 1
@@ -162,12 +162,12 @@ class Mailboxes:
         try:
             self._sockets[peer].sendall(FULL)
         except OSError:
-            # The peer closed its socket. If it refused our last message it said so before.
+            # The peer closed its socket. It may have sent REFUSED before; _wait_for reads that and raises the error.
             while True:
                 self._wait_for(peer)
 
-    def _take(self, peer: int, message: list[torch.Tensor], total: int, add: bool) -> None:
-        """Empty the peer's next slot into the tensors of a message and tell the peer so."""
+    def _receive_message(self, peer: int, message: list[torch.Tensor], total: int, add: bool) -> None:
+        """Copy the peer's next slot into the tensors of a message, or add it to them, and send EMPTY."""
         while not self._num_full[peer]:
             self._wait_for(peer)
         self._num_full[peer] -= 1
@@ -181,11 +181,11 @@ class Mailboxes:
             raise self._mismatch(peer, self.rank, total_sent, total)
         for tensor, place in _places(message, slot.data):
             tensor.add_(place) if add else tensor.copy_(place)
-        with contextlib.suppress(OSError):  # a peer that needs no slot any more may have ended
+        with contextlib.suppress(OSError):  # a peer that has sent everything may have ended
             self._sockets[peer].sendall(EMPTY)
 
     def _wait_for(self, peer: int) -> None:
-        """Block until a peer has sent at least one byte; each says that a slot is full or empty, or refuses one."""
+        """Block until a peer has sent at least one byte; each byte says that one slot is full, empty or refused."""
         try:
             received = self._sockets[peer].recv(64)
         except BlockingIOError:
@@ -221,8 +221,8 @@ def messages_of(tensors: Sequence[torch.Tensor], slot: int) -> Iterator[list[tor
     """Cut tensors along their first dimension and group the pieces into messages that fit a slot.
 
     Yields:
-        at least one message, which is empty when there is nothing to send: so a peer that expects something
-        learns of the mistake at once.
+        the messages; one empty message when there is nothing to send, so that a peer that expects something finds
+        the mistake at once
     """
     message: list[torch.Tensor] = []
     room = capacity = slot - ALIGNMENT  # both stay multiples of ALIGNMENT
@@ -246,14 +246,14 @@ def messages_of(tensors: Sequence[torch.Tensor], slot: int) -> Iterator[list[tor
 
 
 def _two_slots(memory: mmap.mmap, box: int, slot: int) -> list[Slot]:
-    """The two slots of mailbox number ``box`` in a rank's memory."""
+    """Return the two slots of mailbox number ``box`` in a rank's memory, as views of it."""
     starts = [(2 * box + index) * slot for index in range(2)]
     return [Slot(memoryview(memory)[start:start + 32].cast("q"),
                  torch.frombuffer(memory, dtype=torch.uint8, count=slot, offset=start)) for start in starts]
 
 
 def _places(message: list[torch.Tensor], slot: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each tensor of a message beside its place in a slot."""
+    """Yield each tensor of a message with the view of the slot that holds its data."""
     offset = ALIGNMENT  # after the header
     for tensor in message:
         size = tensor.numel() * tensor.element_size()

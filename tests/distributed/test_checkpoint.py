@@ -126,7 +126,7 @@ def test_eight_steps_are_four_and_four_bitwise(tmp_path: Path, world: int, layou
 
 
 def load_error(directory: Path, flags: str, world: int = 1) -> str:
-    """What every rank says about resuming from a directory."""
+    """Return the error with which every rank refuses to resume from a directory."""
     errors = run_ranks(train, world, f"{flags} --load {directory}")
     assert len(set(errors)) == 1, errors
     return errors[0]

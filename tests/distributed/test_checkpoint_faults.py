@@ -28,7 +28,7 @@ LLAMA = f"{STYLES['llama']} --save-interval 2"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps with a checkpoint of its end."""
+    """Return the directory of a run of two steps, with a checkpoint after step 2."""
     directory = tmp_path_factory.mktemp("source")
     assert run_ranks(train, 1, f"{LLAMA} --save {directory} --exit-interval 2") == [""]
     return directory

@@ -1,4 +1,4 @@
-"""Exchanges beside attention: the same numbers, nothing more sent, and really under way meanwhile."""
+"""Overlapped Ulysses computes the same numbers, sends no more bytes, and has exchanges under way during attention."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
 
 
 class Product(torch.autograd.Function):
-    """Instead of attention; says when it works."""
+    """Stands in for attention and logs when it runs."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log: list[str]) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Product(torch.autograd.Function):
 
 
 class LoggedChannel(CollectiveChannel):
-    """Says when exchanges start and when they are waited for."""
+    """Logs when exchanges start and when the caller waits for them."""
 
     log: list[str]
 

@@ -74,7 +74,7 @@ def test_each_stage_shards_what_it_promises(ranks: RunRanks) -> None:
             early = rank["sharded gradients after the first microbatch"]
             assert early == 0 if stage == "1" else close_to(early, shard), (stage, rank)
             kept = rank["gathered after forward"]
-            output = 104 * 64 * 4 + 64 * 4  # stage 3 keeps only the last unit, needed again at once
+            output = 104 * 64 * 4 + 64 * 4  # stage 3 keeps only the last unit: backward needs it first
             assert close_to(kept, rank["full"]) if stage != "3" else kept <= output * 1.03, (stage, rank)
 
 

@@ -262,7 +262,7 @@ def test_evaluation_is_the_same_in_every_layout_and_changes_nothing(tmp_path: Pa
             found[layout, evaluating[:14]] = directory
         quiet, busy = found[layout, "--eval-iters 0"], found[layout, "--eval-iters 2"]
         assert steps(quiet, "lm_loss", "grad_norm") == steps(busy, "lm_loss", "grad_norm")
-        for name in ("iter_0000002", "iter_0000004"):       # the first is saved right after an evaluation
+        for name in ("iter_0000002", "iter_0000004"):       # an evaluation comes right before the first save
             left, right = full_tensors(quiet / name), full_tensors(busy / name)
             assert left.keys() == right.keys()
             assert all(torch.equal(left[key], right[key]) for key in left)
@@ -350,7 +350,8 @@ def test_a_signal_to_one_rank_during_evaluation_saves_and_ends_all(tmp_path: Pat
     output, silent = run_ranks(kill_when_evaluating, 2, flags, 1)
     assert silent == ""
     assert complete_iterations(tmp_path) == [3]
-    assert [row["iteration"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]     # logged at the end
+    # the last step is logged when the run ends
+    assert [row["iteration"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]
     assert "exiting at iteration 3: asked to by a signal to another rank" in output
     assert "validation loss" not in output
 
