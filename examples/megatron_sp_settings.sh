@@ -8,7 +8,7 @@
 # DEVICE is the first of A100-40, A100-80 and H200 that holds it. Planned with DRY_RUN=1, not measured.
 # The environment variables are those of examples/paper_settings.sh.
 set -euo pipefail
-GIVEN_DEVICE=${DEVICE:-}
+given_device=${DEVICE:-}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 TENSOR=8 DEVICE=A100-40
@@ -31,5 +31,5 @@ case $SIZE in
     fi
     ;;
 esac
-DEVICE=${GIVEN_DEVICE:-$DEVICE}
+DEVICE=${given_device:-$DEVICE}
 PARALLEL=(--tensor-model-parallel-size "$TENSOR" --sequence-parallel --zero-stage 1 --recompute-granularity full)

@@ -7,7 +7,7 @@
 #SBATCH --output=slurm-%x-%A_%a.out
 # Tokenize many jsonl files with a Slurm job array:
 #
-#   INPUT='corpus/*.jsonl.gz' DATA_PREFIX=data/corpus sbatch --array=0-31 examples/slurm_preprocess.sh [FLAGS]
+#   INPUT='corpus/*.jsonl.gz' OUTPUT_PREFIX=data/corpus sbatch --array=0-31 examples/slurm_preprocess.sh [FLAGS]
 #
 # FLAGS are those of tools/preprocess_data.py. Submit it in the checkout, or with --chdir CHECKOUT.
 #
@@ -20,28 +20,35 @@
 #   DATA_PREFIX=$(ls data/corpus_*.idx | sed 's/\.idx$//' | xargs) sbatch examples/slurm_pretrain.sh
 #
 #   INPUT            pattern of jsonl or jsonl.gz files                       (default: data/*.jsonl)
-#   DATA_PREFIX      start of the names of the token files                    (default: data/corpus)
+#   OUTPUT_PREFIX    start of the names of the token files                    (default: data/corpus)
 #   TOKENIZER_TYPE, TOKENIZER_MODEL  tokenizer    (default: HuggingFaceTokenizer, data/tokenizer)
+#   SHARDS           number of shares; give it when you repeat single tasks, as in SHARDS=32 sbatch --array=3,7
+#                                                                             (default: the number of tasks)
 #   PYTHON           interpreter                                              (default: .venv/bin/python of the checkout)
 #   DRY_RUN=1        print the command and do nothing
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ ! -f "$ROOT/pretrain_gpt.py" ]; then ROOT=$PWD; fi # Slurm runs a copy of this script, in the job's directory
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
-TASK=${SLURM_ARRAY_TASK_ID:-0} TASKS=${SLURM_ARRAY_TASK_COUNT:-1} FIRST=${SLURM_ARRAY_TASK_MIN:-0}
+TASK=${SLURM_ARRAY_TASK_ID:-0} TASKS=${SLURM_ARRAY_TASK_COUNT:-1} LAST=${SLURM_ARRAY_TASK_MAX:-0}
+if [ -z "${SHARDS:-}" ] && [ "$TASKS" != $((LAST + 1)) ]; then
+    echo "these $TASKS tasks are not 0 to $LAST: say with SHARDS=N over how many shares the input is spread" >&2
+    exit 2
+fi
+SHARDS=${SHARDS:-$TASKS}
 
 # Task k of n takes the files k, k + n, k + 2n, ... of the sorted list.
 mapfile -t FILES < <(compgen -G "${INPUT:-data/*.jsonl}" | LC_ALL=C sort)
 MINE=()
-for ((i = TASK - FIRST; i < ${#FILES[@]}; i += TASKS)); do MINE+=("${FILES[i]}"); done
-if [ "${#MINE[@]}" = 0 ]; then
-    echo "nothing to do: ${#FILES[@]} files match ${INPUT:-data/*.jsonl}, for $TASKS tasks"
-    exit "$((${#FILES[@]} == 0 ? 2 : 0))"
+for ((i = TASK; i < ${#FILES[@]}; i += SHARDS)); do MINE+=("${FILES[i]}"); done
+if [ "$TASK" -ge "$SHARDS" ] || [ "${#MINE[@]}" = 0 ]; then
+    echo "no input for task $TASK of $SHARDS: ${#FILES[@]} files match INPUT=${INPUT:-data/*.jsonl}" >&2
+    exit 2
 fi
 
 DATA=(--input "${MINE[@]}" --tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}"
     --tokenizer-model "${TOKENIZER_MODEL:-data/tokenizer}" --append-eod)
-OUTPUT=(--output-prefix "${DATA_PREFIX:-data/corpus}_$(printf %03d "$TASK")" --workers "${SLURM_CPUS_PER_TASK:-0}")
+OUTPUT=(--output-prefix "${OUTPUT_PREFIX:-data/corpus}_$(printf %03d "$TASK")" --workers "${SLURM_CPUS_PER_TASK:-0}")
 COMMAND=("$PYTHON" "$ROOT/tools/preprocess_data.py" "${DATA[@]}" "${OUTPUT[@]}" "$@")
 if [ "${DRY_RUN:-0}" = 1 ]; then
     printf '%q ' "${COMMAND[@]}" && echo

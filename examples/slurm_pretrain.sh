@@ -17,7 +17,8 @@
 #   SAVE_INTERVAL    steps between two checkpoints                          (default: 100)
 #   CONTAINER        image to run in (pyxis); it sees the checkout          (default: none)
 #   PYTHON           interpreter                                            (default: .venv/bin/python of the checkout)
-#   DRY_RUN=1        print the command and its plan for NODES (default: 2) nodes of NPROC (8) DEVICEs (H100); do nothing
+#   DRY_RUN=1        print the command of each task and its plan, and do nothing
+#   NODES, NPROC, DEVICE  nodes, devices of a node and their name that DRY_RUN=1 plans for (default: 2, 8, H100)
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ ! -f "$ROOT/pretrain_gpt.py" ]; then ROOT=$PWD; fi # Slurm runs a copy of this script, in the job's directory
@@ -30,7 +31,7 @@ TRAINING=(--seq-length 131072 --micro-batch-size 1 --global-batch-size 16 --trai
 PARALLEL=(--ulysses-size 8 --zero-stage 3 --recompute-granularity full --mlp-tile-size 8192)
 DATA=(--data-path "${PREFIXES[@]}" --tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}"
     --tokenizer-model "${TOKENIZER_MODEL:-data/tokenizer}")
-if [ -n "${SETTINGS:-}" ]; then source "$SETTINGS"; fi
+if [ -n "${SETTINGS:-}" ]; then source "$(realpath "$SETTINGS")"; fi
 OUTPUT=(--save "$OUTPUT_DIR" --load "$OUTPUT_DIR" --save-interval "${SAVE_INTERVAL:-100}")
 COMMAND=("$PYTHON" "$ROOT/pretrain_gpt.py" "${MODEL[@]}" "${TRAINING[@]}" "${PARALLEL[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@")
 if [ "${DRY_RUN:-0}" = 1 ]; then

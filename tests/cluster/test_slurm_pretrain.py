@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -66,8 +67,9 @@ def test_two_nodes_train_as_one_process(cluster: SlurmCluster, tmp_path: Path) -
     alone.mkdir()
     job = submit(cluster, split, "--train-iters", "4", "--ulysses-size", "2")
     assert cluster.wait_for(job, "COMPLETED", "FAILED", "NODE_FAIL", timeout=200) == "COMPLETED", logs(split)
-    command = run_program("bash", SCRIPT, "--train-iters", "4", DRY_RUN="1", **variables(alone)).stdout
-    done = run_program(*command.split())
+    printed = run_program("bash", SCRIPT, "--train-iters", "4", DRY_RUN="1", NODES="1", NPROC="1",
+                          **variables(alone)).stdout
+    done = run_program(*shlex.split(printed.splitlines()[0]))
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(split) == pytest.approx(losses(alone), rel=1e-5)
     assert sorted(path.name for path in split.glob("logs/*")) == [f"{job}-rank{rank}.log" for rank in range(2)]
