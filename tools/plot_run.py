@@ -98,7 +98,7 @@ def smooth(points: list[Point], window: int) -> list[Point]:
 
 def summary(run: RunMetrics, references: list[tuple[str, float]]) -> list[str]:
     """Return lines with the iterations and tokens of a run, its first and last losses, and its median speed."""
-    loss = run.series("lm_loss")
+    loss = run.series("mean_lm_loss") or run.series("lm_loss")  # the means are what the log lines show
     speed = sorted(value for _, value in run.series("tokens_per_s"))
     last = run.records[-1]
     lines = [f"{run.name}: {last['iteration']} iterations, {last['consumed_tokens']:,.0f} tokens"]
