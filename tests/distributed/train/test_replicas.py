@@ -113,9 +113,9 @@ def train_with_a_fault(flags: str, iteration: int, rank: int) -> str:
 
 
 def test_training_stops_at_the_next_check_before_it_is_saved(tmp_path: Path) -> None:
+    """The check of iteration 2 passes, the fault comes in iteration 3."""
     flags = (f"{LLAMA} --tensor-model-parallel-size 2 --ulysses-size 1 --check-replicas 2 --save {tmp_path} "
              "--save-interval 1")
-    assert run_ranks(train, 2, flags + " --train-iters 3") == ["", ""]
     errors = run_ranks(train_with_a_fault, 2, flags, 3, 1)
     assert errors[0] == errors[1]
     assert "TrainingError: iteration 4: --check-replicas" in errors[0] and "rank 1 differs from rank 0" in errors[0]
