@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,14 +59,22 @@ LENGTHS = [3, 70, 1, 33, 65, 20, 200]
 
 
 def evaluated(words: list[str]) -> str:
-    """The tool's output, or the user's mistake."""
+    """The tool's output, and the user's mistake if there is one."""
     output = io.StringIO()
     try:
         with contextlib.redirect_stdout(output):
             evaluate.main(words)
     except UserError as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{output.getvalue()}{type(error).__name__}: {error}"
     return output.getvalue()
+
+
+def evaluated_without_matplotlib(words: list[str]) -> str:
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # importing it now raises ImportError
+    try:
+        return evaluated(words)
+    finally:
+        del sys.modules["matplotlib"]
 
 
 def plain_losses(load: str, documents: list[list[int]]) -> list[list[float]]:
@@ -108,8 +117,10 @@ def test_perplexity_by_document_and_position(tmp_path: Path, style: str, monkeyp
              [*words[:-1], str(tmp_path / "eval.txt")], ["--load", str(tmp_path), *words[2:]],
              [*words[:3], "nowhere", *words[4:]]]
     wrong += [[*words, "--seq-length", "65"]] if style == "gpt2" else []
-    ((said, *errors, losses),) = run_ranks(on_one_rank, 1, [
-        ("evaluated", (words,)), *[("evaluated", (bad,)) for bad in wrong], ("plain_losses", (load, read))])
+    undrawn = tmp_path / "undrawn.json"
+    ((undrawn_said, said, *errors, losses),) = run_ranks(on_one_rank, 1, [
+        ("evaluated_without_matplotlib", ([*words[:-1], str(undrawn)],)), ("evaluated", (words,)),
+        *[("evaluated", (bad,)) for bad in wrong], ("plain_losses", (load, read))])
 
     result = json.loads(output.read_text())
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -126,6 +137,8 @@ def test_perplexity_by_document_and_position(tmp_path: Path, style: str, monkeyp
             assert row["loss"] == pytest.approx(np.mean(parts), rel=1e-5) and row["tokens"] == len(parts)
             assert row["perplexity"] == pytest.approx(np.exp(row["loss"]))
     assert "6 documents, 245 tokens" in said and "picture: " in said
+    assert "6 documents, 245 tokens" in undrawn_said and "pip install matplotlib" in undrawn_said
+    assert json.loads(undrawn.read_text()) == result and not undrawn.with_suffix(".png").exists()
     for error, part in zip(errors, ("--num-documents 0", "no document has 201 tokens", "must end in .json",
                                     "holds no checkpoint", "nowhere", "--seq-length 65 exceeds the model's 64")):
         assert part in error and "Error: " in error and error.count("\n") <= 1

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from megatron_sp.errors import PeerLostError
 from megatron_sp.parallel import lost_peers
 from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.train.trainer import Trainer
 from tests.helpers.configs import STYLES, tiny_run
-from tests.helpers.spawn import RunRanks
+from tests.helpers.spawn import RunRanks, run_ranks
+from tests.helpers.training import train
 
 
 def message() -> str:
@@ -38,6 +40,21 @@ def test_a_rank_that_does_not_answer_is_named_with_its_axis(ranks: RunRanks) -> 
     assert "rank 3 (tensor parallel), which has reported nothing" in found[2], found
     assert "rank 3 (data parallel), which has reported nothing" in found[1], found
     assert found[0].startswith("rank 0 waited") and "--distributed-timeout-minutes" in found[0]
+
+
+def message_of_a_run() -> str:
+    """What the program says when a collective of a step runs out of time."""
+    def fail(trainer: Trainer) -> None:
+        raise RuntimeError("Timed out waiting 100ms for recv operation to complete")
+
+    lost_peers.GRACE = 0.1
+    Trainer.fit = fail  # type: ignore[method-assign]
+    return train(STYLES["gpt2"])
+
+
+def test_a_training_run_says_it_too() -> None:
+    (said,) = run_ranks(message_of_a_run, 1)
+    assert said.startswith("PeerLostError: rank 0 waited") and "--distributed-timeout-minutes" in said
 
 
 def test_other_errors_stay_as_they_are(ranks: RunRanks) -> None:

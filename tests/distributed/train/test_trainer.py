@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -272,6 +273,20 @@ def test_evaluation_is_the_same_in_every_layout_and_changes_nothing(tmp_path: Pa
         assert len({row["valid_loss"] for row in rows}) == 4
         first_losses.append(rows[0]["valid_loss"])
     assert first_losses == pytest.approx([first_losses[0]] * len(first_losses), rel=1e-6)
+
+
+def output_with_a_kernel_that_failed() -> str:
+    from megatron_sp.model import kernels
+
+    choose = kernels.choose_kernels
+    kernels.choose_kernels = lambda *arguments: replace(  # type: ignore[assignment]
+        choose(*arguments), warnings=("a kernel is slow",))
+    return train_and_tell(f"{LLAMA} --train-iters 1")[0]
+
+
+def test_the_log_warns_of_kernels_that_cannot_be_used() -> None:
+    (output,) = run_ranks(output_with_a_kernel_that_failed, 1)
+    assert output.count("WARNING: a kernel is slow") == 1
 
 
 def test_data_without_any_label_has_no_loss_and_changes_no_weight(tmp_path: Path) -> None:

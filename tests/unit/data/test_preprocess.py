@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 from megatron_sp.config.schema import Data
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.json_lines import read_batches
-from megatron_sp.data.preprocess import Job, Summary, preprocess
-from megatron_sp.data.tokenizer import build_tokenizer
+from megatron_sp.data.preprocess import SAMPLE, Job, Summary, preprocess
+from megatron_sp.data.tokenizer import GPT2BPETokenizer, build_tokenizer
 from megatron_sp.errors import DataError
 from tests.unit.data.test_indexed import FIXTURES, checksums, digest
+from tools import preprocess_data
 
 ODD = FIXTURES / "jsonl" / "odd.jsonl"
 SPM = FIXTURES / "tok" / "spm_bpe_4k.model"
@@ -242,6 +244,16 @@ def test_text_that_the_tokenizer_cannot_represent_is_counted(tmp_path, holed):
     assert summary.unknown["text"] == 0 and (summary.compared, summary.changed) == (1, 0)
 
 
+def test_the_summary_warns_of_lost_text(capsys):
+    summary = Summary(("text",), documents=2, tokens=Counter(text=8), unknown=Counter(text=2), compared=3, changed=1,
+                      first_changed="in.jsonl, line 2")
+    preprocess_data.report(summary, preprocess_data.parse(["--input", "in.jsonl", "--output-prefix", "out"]), 1.0)
+    said = capsys.readouterr().out
+    assert "WARNING: 2 of these tokens (25.00%) are the unknown token" in said
+    assert "WARNING: 1 of 3 texts that were decoded again did not come back" in said
+    assert "(first: in.jsonl, line 2)" in said
+
+
 NASTY = ("it's  we'll I'd\n\n\tx <|endoftext|> a.b, c;d! \u65e5\u672c\u8a9e\u3002\u6f22\u5b57\uff0c Caf\u00e9 1,000.5 "
          "  y\r\nz '\u2019s' \u00d7\u00f7 n\u0303o \N{GRINNING FACE} \u0645\u0631\u062d\u0628. o'clock. '. 'so a 'b ")
 
@@ -264,6 +276,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_sentencepiece_model_without_bytes_counts_unknown_text(tmp_path):
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some plain words"] * 9), vocab_size=30, hard_vocab_limit=False,
+        model_prefix=str(tmp_path / "small"), minloglevel=2)
+    data = Data(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "small.model"))
+    source = write_lines(tmp_path / "in.jsonl", ['{"text": "some \u6f22 words"}'.encode()])
+    summary = preprocess([source], str(tmp_path / "out"), Job(data, 0, ("text",), True), 1)
+    assert (summary.unknown["text"], summary.changed) == (1, 1)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bpe", "llama bpe", "own bpe", "own llama bpe", "own unigram"])
 def test_parts_of_a_long_text_have_the_tokens_of_the_whole(name, trained):
     kind = "Llama2Tokenizer" if "llama" in name else "SentencePieceTokenizer"
@@ -283,8 +307,17 @@ def test_parts_of_a_long_text_have_the_tokens_of_the_whole(name, trained):
 
 def test_a_long_document_is_preprocessed_in_parts(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "in.jsonl", [json.dumps({"text": NASTY * 50}).encode(), b'{"text": "short"}'])
+    longest, encode = 0, GPT2BPETokenizer.encode
+
+    def measure(tokenizer: GPT2BPETokenizer, text: str) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(GPT2BPETokenizer, "encode", measure)
     for name, length in (("whole", 1 << 18), ("parts", 100)):
         monkeypatch.setattr("megatron_sp.data.preprocess.LONG_TEXT", length)
         preprocess([source], str(tmp_path / name), Job(gpt2_data(), 0, ("text",), True), 1)
     for ending in ("bin", "idx"):
         assert digest(tmp_path / f"whole_text_document.{ending}") == digest(tmp_path / f"parts_text_document.{ending}")
+    assert longest == SAMPLE < len(NASTY * 50), "only the sample that is decoded again is longer than a part"

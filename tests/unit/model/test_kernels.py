@@ -12,13 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 from megatron_sp import torch_internals
 from megatron_sp.config.load import load_run
 from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.errors import ConfigError
 from megatron_sp.model import norm_kernels
-from megatron_sp.model.attention import block_kernels, cores
+from megatron_sp.model.attention import block_kernels, cores, flash
 from megatron_sp.model.attention.block_kernels import (
     CPUFlashBlockKernel,
     GPUFlashBlockKernel,
@@ -27,7 +28,12 @@ from megatron_sp.model.attention.block_kernels import (
     choose_block_kernel,
 )
 from megatron_sp.model.attention.cores import SDPACore, UnfusedCore, choose_core, gpu_form
-from megatron_sp.model.attention.flash import FlashAttention, FlashSearch, find_flash_attention
+from megatron_sp.model.attention.flash import (
+    FlashAttention,
+    FlashSearch,
+    find_flash_attention,
+    installed_versions,
+)
 from megatron_sp.model.kernels import choose_kernels, kernels_in_words
 from megatron_sp.model.norm import rms_norm
 from megatron_sp.model.norm_kernels import PACKAGES, choose_norm_kernels
@@ -88,6 +94,28 @@ def test_the_newest_flash_attention_that_is_right_is_found(installed: list[Any],
     assert search.failed == failed
 
 
+def test_torchs_own_flash_attention_has_a_trial_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[int] = []
+    monkeypatch.setattr(flash, "_restore_torchs_flash", lambda: restored.append(1))
+    monkeypatch.setattr(flash, "torch_flash", masks_wrongly)
+    versions = [FlashAttention("flash attention 4", raises)]
+    search = find_flash_attention(CPU, 32, include_torchs=True, versions=lambda: iter(versions))
+    assert search == FlashSearch(None, ("flash attention 4", "torch's flash attention"))
+    assert restored == [1], "version 4 does not stay in the place of torch's own"
+
+
+def test_a_version_that_cannot_be_activated_hides_no_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def activate(version: str) -> None:
+        if version == "FA4":
+            raise RuntimeError("not for this GPU")
+
+    monkeypatch.setattr(flash.attention, "list_flash_attention_impls", lambda: ["FA3", "FA4"], raising=False)
+    monkeypatch.setattr(flash.attention, "activate_flash_attention_impl", activate, raising=False)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=right))
+    assert [version.description for version in installed_versions()] == [
+        "flash attention 3 (through torch)", "flash attention 2 (flash-attn)"]
+
+
 def test_flash_attention_that_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     search = FlashSearch(FlashAttention("flash attention 2", right), ("flash attention 4",))
@@ -113,6 +141,22 @@ def test_attention_on_a_gpu_never_needs_the_kernel_that_forms_a_square(dtype: to
                                                                        has_flash: bool, form: str) -> None:
     """torch's memory-efficient kernel takes no grouped heads, and without it torch forms an [s, s] tensor silently."""
     assert gpu_form(dtype, head_dim, has_flash=has_flash) == form
+
+
+@pytest.mark.parametrize("dtype, heads", [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_grouped_heads_reach_a_gpus_kernel_in_the_form_it_takes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
+                                                                heads: int) -> None:
+    seen: list[tuple[int, int, bool]] = []
+
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        seen.append((k.shape[2], v.shape[2], torch.backends.cuda.math_sdp_enabled()))
+        return q
+
+    monkeypatch.setattr(cores, "_sdpa", sdpa)
+    with FakeTensorMode():  # tensors of a GPU, without values
+        q, k, v = (torch.empty(1, 8, n, 64, dtype=dtype, device="cuda") for n in (4, 2, 2))
+        SDPACore()(q, k, v)
+    assert seen == [(heads, heads, False)]
 
 
 def test_a_ring_that_attends_unfused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

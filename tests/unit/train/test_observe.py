@@ -18,6 +18,7 @@ from megatron_sp.train.report.metrics_file import read_metrics
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.step_report import Interval, StepReport, log_line
 from megatron_sp.train.report.timers import Timers
+from megatron_sp.train.report.trackers import open_tensorboard
 from megatron_sp.train.state import TrainState
 from tests.helpers.configs import tiny_run
 
@@ -150,6 +151,7 @@ def test_the_last_step_is_logged_once(tmp_path: Path) -> None:
         recorder = recorder_in(place, "--log-interval 100")
         for iteration in (1, 2, 3):
             recorder.step(replace(STEP, iteration=iteration), 100, is_last=known and iteration == 3)
+        assert len(read_metrics(place / "metrics.jsonl")) == 1 + known
         recorder.flush(3, 24, 100)
         recorder.close()
         rows = read_metrics(place / "metrics.jsonl")
@@ -245,6 +247,35 @@ def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
     assert logged[1][1]["lm_loss"] == 4.123456 and logged[2][1]["valid_loss"] == 2.0
 
 
+@pytest.mark.parametrize("flags, iteration, first_shown_again", [
+    ("", 0, (None, None)), ("", 5, (6, 41)), ("--skip-train --eval-iters 1", 5, (None, None))])
+def test_tensorboard_hides_the_points_of_steps_that_are_made_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, iteration: int,
+        first_shown_again: tuple[int | None, int | None]) -> None:
+    """Points are hidden in all curves of a directory, so those by samples need a directory of their own."""
+    hidden_from: dict[str, int | None] = {}
+    points: list[tuple[str, str, int]] = []
+
+    class Writer:
+        def __init__(self, directory: str, *, max_queue: int, purge_step: int | None):
+            assert directory not in hidden_from
+            self.directory, hidden_from[directory] = directory, purge_step
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            points.append((self.directory, name, step))
+
+    tensorboard = ModuleType("torch.utils.tensorboard")
+    tensorboard.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    run = tiny_run("--num-layers 1 --hidden-size 8 --num-attention-heads 1 --tensorboard-dir".split()
+                   + [str(tmp_path), *flags.split()])
+    opened = open_tensorboard(run, TrainState(iteration, 8 * iteration))
+    assert opened is not None
+    opened.add({"lm loss": 2.0}, 9, 72)
+    assert hidden_from == dict(zip((str(tmp_path), str(tmp_path / "samples")), first_shown_again))
+    assert points == [(str(tmp_path), "lm loss", 9), (str(tmp_path / "samples"), "lm loss vs samples", 72)]
+
+
 @pytest.mark.parametrize("flags, more", [
     ("", set()), ("--timing-log-level 1", set()), ("--log-world-size-to-tensorboard", {"world-size"}),
     ("--log-throughput", {"throughput", "tokens-per-s"}),
@@ -267,3 +298,6 @@ def test_tensorboard_gets_throughput_and_times_when_asked(tmp_path: Path, flags:
     if "throughput" in more:
         assert points["tokens-per-s"] == 512 / 0.0123
         assert points["throughput"] == recorder.speed(8, 0.0123)["tflops_per_device"] > 0
+    points.clear()
+    recorder.step(replace(STEP, lm_loss=math.nan, num_valid=0), 8)
+    assert "lm loss" not in points and "learning-rate" in points
