@@ -47,8 +47,8 @@ def message_of_a_run() -> str:
     def fail(trainer: Trainer) -> None:
         raise RuntimeError("Timed out waiting 100ms for recv operation to complete")
 
-    lost_peers.GRACE = 0.1
-    Trainer.fit = fail  # type: ignore[method-assign]
+    lost_peers.GRACE_SECONDS = 0.1
+    Trainer.fit = fail  # type: ignore[method-assign, assignment]
     return train(STYLES["gpt2"])
 
 
