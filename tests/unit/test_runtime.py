@@ -10,7 +10,7 @@ import pytest
 
 from megatron_sp.errors import ConfigError
 from megatron_sp.launchers import Environment
-from megatron_sp.runtime import announced_world_size, choose_gpu, meet
+from megatron_sp.runtime import _lost_peer, announced_world_size, choose_gpu, meet
 
 
 @pytest.mark.parametrize("error, code, said", [
@@ -132,3 +132,12 @@ def test_an_announced_world_size_that_is_no_count_is_refused(text: str, monkeypa
     assert announced_world_size() == 16
     monkeypatch.delenv("WORLD_SIZE")
     assert announced_world_size() == 0
+
+
+@pytest.mark.parametrize("said, sign", [
+    ("Gloo connectFullMesh failed with [pair.cc:144] no error: Connection refused", "connectFullMesh failed"),
+    ("[pair.cc:552] Connection closed by peer [127.0.1.1]:2340", "Connection closed by peer"), ("another mistake", "")])
+def test_signs_of_a_lost_peer_are_known(said: str, sign: str) -> None:
+    error = RuntimeError("stage 0 failed")
+    error.__cause__ = RuntimeError(said)
+    assert _lost_peer(error) == sign
