@@ -32,9 +32,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
-from megatron_sp.config.cli.flags import parse  # noqa: E402
-from megatron_sp.config.load import load_run  # noqa: E402
-from megatron_sp.config.resolve import resolve  # noqa: E402
+from megatron_sp.config.load import load_run, smallest_world  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.proof.shrink import shrink  # noqa: E402
@@ -57,12 +55,6 @@ def read(argv: list[str]) -> tuple[Run, list[str]]:
         if not given.isdigit() or int(given) < 1:
             raise ConfigError(f"{WORLD_SIZE} {given}: give the number of processes of the real run, at least 1")
     return load_run(argv, int(given) or announced_world_size() or smallest_world(argv), files=False)
-
-
-def smallest_world(argv: list[str]) -> int:
-    """Return the number of processes of one replica: the product of the parallel degrees, without data parallelism."""
-    parallel = resolve(parse(argv).run, 1).parallel
-    return max(1, parallel.tp * parallel.pp * parallel.sp)
 
 
 def print_table(verdict: Verdict) -> None:

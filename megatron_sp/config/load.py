@@ -47,6 +47,12 @@ def load_run(argv: Sequence[str], world_size: int, files: bool = True, devices_p
     return with_usual_vocabulary(run, parsed.tokenizer, notes) if plan else (run, notes)
 
 
+def smallest_world(argv: Sequence[str]) -> int:
+    """Return the number of processes of one replica: the product of the parallel degrees, without data parallelism."""
+    parallel = resolve(parse(argv).run, 1).parallel
+    return max(1, parallel.tp * parallel.pp * parallel.sp)
+
+
 def _on_nodes(run: Run, devices_per_node: int) -> Run:
     """Return the run with the launcher's node size, where the command line names none."""
     if run.parallel.devices_per_node or not devices_per_node:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from megatron_sp.config.cli.plan_flags import PlanFlags
-from megatron_sp.config.load import load_run
+from megatron_sp.config.load import load_run, smallest_world
 from megatron_sp.errors import ConfigError
 from megatron_sp.plan.devices import Device, find_device, parse_size
 from megatron_sp.plan.report import plan_run
@@ -21,15 +21,18 @@ def dry_run(flags: PlanFlags, argv: Sequence[str], world_size: int, devices_per_
     Args:
         flags: what to plan for.
         argv: the words of the run.
-        world_size: the launcher's number of processes, where ``flags`` name none.
+        world_size: the launcher's number of processes, where ``flags`` name none. Without a launcher it is 1, and
+            then the plan is for as many processes as one copy of the model needs.
         devices_per_node: what the launcher knows of it; 0: nothing.
 
     Raises:
         ConfigError: with every problem of the command line.
     """
     device = _device(flags)
-    run, notes = load_run(argv, flags.world_size or world_size, files=False, devices_per_node=devices_per_node,
-                          plan=True)
+    size = flags.world_size or (world_size if world_size > 1 else smallest_world(argv))
+    run, notes = load_run(argv, size, files=False, devices_per_node=devices_per_node, plan=True)
+    if size > max(1, flags.world_size, world_size):
+        notes.append(f"Planned for {size} processes, which one copy of the model needs; --world-size N plans for more.")
     report = plan_run(run, device, run.parallel.devices_per_node or DEFAULT_DEVICES_PER_NODE)
     if flags.json:
         print(json.dumps(report.to_dict() | {"notes": notes}, indent=1))

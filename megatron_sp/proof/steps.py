@@ -200,7 +200,7 @@ def tensor_differences(ours: Weights, theirs: Weights) -> dict[str, float]:
 
 
 def _finite(difference: float) -> float:
-    """Return the difference, or infinity for NaN, which ``>`` would not find larger than any tolerance."""
+    """Return the difference, or infinity for NaN, because every comparison with NaN is false."""
     return difference if difference == difference else math.inf
 
 

@@ -149,7 +149,7 @@ class Mailboxes:
         self._outgoing, self._incoming = {}, {}
 
     def _send_message(self, peer: int, message: list[torch.Tensor], total: int) -> None:
-        """Copy a message into the next slot for a peer and send FULL."""
+        """Copy a message into the next slot for a peer, and tell the peer that the slot is full."""
         while not self._num_empty[peer]:
             self._wait_for(peer)
         self._num_empty[peer] -= 1

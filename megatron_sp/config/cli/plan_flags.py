@@ -16,7 +16,8 @@ from megatron_sp.errors import ConfigError
 PLAN_FLAGS: dict[str, tuple[int, str]] = {
     "--dry-run": (0, "Print layout, batch, work, communication, memory and step time of the run, and exit. Needs no "
                      "GPU, data, tokenizer, checkpoint or package of a tracker."),
-    "--world-size": (1, "Number of processes to plan for (default: the launcher's, else 1). Needs --dry-run."),
+    "--world-size": (1, "Number of processes to plan for (default: the launcher's, else as many as one copy of the "
+                         "model needs). Needs --dry-run."),
     "--device": (1, "Device to plan for, such as A100-80 or H200 (default: H100). Needs --dry-run."),
     "--device-memory": (1, "Another memory than the device's, such as 80GB or 40GiB. Needs --dry-run."),
     "--json": (0, "Print the plan as JSON. Needs --dry-run."),

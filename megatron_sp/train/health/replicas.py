@@ -141,7 +141,8 @@ def _different(copies: Copies, device: torch.device) -> list[str]:
         device: device of the group's collectives. Hashes of offloaded tensors are moved to it from host memory.
     """
     own = torch.stack([tensor_hash.to(device) for tensor_hash in copies.hashes.values()])
-    # One MIN gives both extremes, because max(x) = ~min(~x). All hashes are equal when min and max are.
+    # One MIN of x and ~x gives both extremes: the complement of the second result is the maximum of x. All hashes
+    # are equal when minimum and maximum are.
     extremes = torch.stack([own, ~own])
     dist.all_reduce(extremes, dist.ReduceOp.MIN, group=copies.group)
     equal = extremes[0] == ~extremes[1]

@@ -64,3 +64,21 @@ def test_flags_of_a_plan_are_cut_out() -> None:
 def test_wrong_flags_of_a_plan(line: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         split_plan_flags(line.split())
+
+
+#: Tensor parallelism 2 and Ulysses 4: one copy of the model needs 8 processes.
+SPLIT_FLAGS = ("--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 512 --lr 1e-3 --train-iters 1 "
+         "--tensor-model-parallel-size 2 --ulysses-size 4 --vocab-size 100").split()
+
+
+def test_without_a_launcher_one_copy_of_the_model_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(PlanFlags(), SPLIT_FLAGS, 1) == 0
+    shown = capsys.readouterr().out
+    assert "layout: 8 ranks" in shown and "--world-size N plans for more" in shown
+
+
+@pytest.mark.parametrize("flags,world", [(PlanFlags(world_size=16), 1), (PlanFlags(), 16)])
+def test_a_given_number_counts(flags: PlanFlags, world: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(flags, SPLIT_FLAGS, world) == 0
+    shown = capsys.readouterr().out
+    assert "layout: 16 ranks" in shown and "--world-size N plans for more" not in shown
