@@ -141,6 +141,26 @@ def test_a_wrong_shape_is_refused_at_once_on_both_sides(ranks: RunRanks, rows: t
         assert seconds < 5, message
 
 
+def mismatched_one_way() -> tuple[str, float]:
+    """What a rank is told, and after how long, when rank 1 expects 7 of the 20 rows (5 messages) that rank 0 sends."""
+    mailboxes = open_world(seconds=20)
+    rows = [torch.ones(20 if mailboxes.rank == 0 else 7, 60_000)]
+    start = time.monotonic()
+    with pytest.raises((MismatchError, PeerLostError)) as error:
+        if mailboxes.rank == 0:
+            mailboxes.exchange([[], rows], [[], []])
+        else:
+            mailboxes.exchange([[], []], [rows, []])
+    mailboxes.close()
+    return str(error.value), time.monotonic() - start
+
+
+def test_a_sender_learns_why_its_receiver_refuses(ranks: RunRanks) -> None:
+    for message, seconds in ranks(mismatched_one_way, 2):
+        assert "rank 0 sends 4800000 bytes where rank 1 expects 1680000" in message, message
+        assert seconds < 5, message
+
+
 def refused() -> bool:
     if dist.get_rank() == 1:
         connect.machine_name = lambda: "another"  # type: ignore[assignment]
