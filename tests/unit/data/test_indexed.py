@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import resource
 import shutil
 import struct
 from pathlib import Path
@@ -227,3 +228,17 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, documents):
             builder.add_document([1, 2, 3])
             builder.finalize()
         assert IndexedDataset(disk / "y").get(0).tolist() == [1, 2, 3]
+
+
+def test_a_disk_that_is_full_when_buffered_tokens_are_written(tmp_path):
+    """Few tokens wait in the file's buffer until ``finalize``; closing the file tries to write them once more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no file can grow
+    try:
+        with pytest.raises(DataError, match=rf"x\.bin cannot be written: {FULL}"), \
+                IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+            builder.add_document([1, 2, 3])
+            builder.finalize()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
