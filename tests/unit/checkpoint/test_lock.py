@@ -63,7 +63,9 @@ def test_a_dead_run_s_lock_is_taken_over_at_once(
 def test_a_later_process_with_the_same_number_is_not_the_owner(
         tmp_path: Path, other_run: tuple[subprocess.Popen[bytes], Owner]) -> None:
     write_lock(tmp_path, replace(other_run[1], process_start=other_run[1].process_start - 1))
-    RunLock.take(tmp_path, 1).release()
+    held = RunLock.take(tmp_path, 1)
+    assert lock.owner_of(tmp_path) == held.owner
+    held.release()
 
 
 def test_a_run_of_another_machine_lives_while_it_renews_its_lock(tmp_path: Path) -> None:
@@ -91,7 +93,11 @@ def test_a_run_of_another_machine_lives_while_it_renews_its_lock(tmp_path: Path)
 def test_a_lock_renewed_long_ago_costs_no_wait(tmp_path: Path) -> None:
     path = write_lock(tmp_path, replace(Owner.this_process(2), machine="another"))
     os.utime(path, (1e9, 1e9))
-    RunLock.take(tmp_path, 1, say=lambda text: pytest.fail(text)).release()
+    said: list[str] = []
+    held = RunLock.take(tmp_path, 1, say=said.append)
+    assert said == [], "it waited for an owner that has not renewed its lock for years"
+    assert lock.owner_of(tmp_path) == held.owner
+    held.release()
 
 
 def test_a_damaged_lock_is_watched_and_taken_over(tmp_path: Path) -> None:
