@@ -11,6 +11,8 @@ the owner checks that the lock is still its own, because a run that was suspende
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -220,20 +222,23 @@ def _file_server_time(directory: Path) -> int:
 def _remove_stale(path: Path, text: str) -> bool:
     """Remove the lock of a dead run; return False when another process removed it first.
 
+    The processes of a machine do this one after another, each holding the directory's advisory lock. Otherwise a
+    process could compare the content, and then remove the lock that another one has made since.
+
     Args:
         text: the content of the dead run's lock.
     """
-    aside = path.with_name(f"{LOCK}.{uuid.uuid4().hex[:8]}")
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.rename(path, aside)
-    except FileNotFoundError:
-        return False
-    taken = aside.read_text(encoding="utf-8", errors="replace")
-    if taken != text:      # another process removed the dead run's lock and made its own: put that one back
-        os.rename(aside, path)
-        return False
-    aside.unlink()
-    return True
+        with contextlib.suppress(OSError):      # some network file systems have no advisory locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        seen = _read_lock(path)
+        if seen is None or seen[0] != text:
+            return False
+        path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _machine() -> str:
