@@ -43,10 +43,16 @@ def losses(directory: Path) -> dict[int, float]:
     return {row["iteration"]: row["lm_loss"] for row in rows if "lm_loss" in row}
 
 
-def logs(directory: Path) -> str:
-    """Return what the batch script and the ranks printed, for the message of a failed test."""
-    return "".join(f"== {path.name}\n{path.read_text()[-3000:]}\n" for path in
+def logs(directory: Path, last: int = 3000) -> str:
+    """Return the last characters of what the batch script and each rank printed, for the message of a failed test."""
+    return "".join(f"== {path.name}\n{path.read_text()[-last:]}\n" for path in
                    [*directory.glob("*.out"), *sorted(directory.glob("logs/*.log"))])
+
+
+def resumed_at(directory: Path) -> list[int]:
+    """Return the iterations at which the log of rank 0 says that the job resumed."""
+    return [int(found) for path in sorted(directory.glob("logs/*-rank0.log"))
+            for found in re.findall(r"resumed from .* at iteration (\d+)", path.read_text())]
 
 
 def submit(cluster: SlurmCluster, directory: Path, *flags: str) -> int:
@@ -84,7 +90,7 @@ def test_a_job_whose_time_is_up_saves_is_requeued_and_resumes(cluster: SlurmClus
     cluster.wait_for(job, "PENDING", timeout=60)
     # Slurm starts a requeued job two minutes later, so that its nodes can be cleaned up. This test does not wait.
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-    _wait_for_text(tmp_path, "resumed from")
+    _wait(tmp_path, lambda: bool(resumed_at(tmp_path)))
     saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     _wait_for_iteration(tmp_path, saved + 3)
     cluster.run("scancel", "--signal=KILL", "--full", str(job))
@@ -92,15 +98,11 @@ def test_a_job_whose_time_is_up_saves_is_requeued_and_resumes(cluster: SlurmClus
     assert 5 <= saved < total, logs(tmp_path)
     found = sorted(losses(tmp_path))
     assert found[:saved + 3] == list(range(1, saved + 4)), "an iteration is missing or was logged twice"
-    assert re.search(rf"resumed from .* at iteration {saved}\b", logs(tmp_path))
+    assert resumed_at(tmp_path) == [saved]
 
 
 def _wait_for_iteration(directory: Path, iteration: int) -> None:
     _wait(directory, lambda: (directory / "metrics.jsonl").exists() and max(losses(directory), default=0) >= iteration)
-
-
-def _wait_for_text(directory: Path, text: str) -> None:
-    _wait(directory, lambda: text in logs(directory))
 
 
 def _wait(directory: Path, condition: Callable[[], bool], seconds: float = 120) -> None:
