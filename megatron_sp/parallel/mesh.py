@@ -39,7 +39,7 @@ class ParallelMesh:
         self.device = device
         self.timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         num_shards = num_weight_shards(parallel)
-        # rank numbers as [pp, replicate, shard, tp]; replicate and shard together are the fsdp view
+        # rank numbers as [pp, replicate, shard, tp]; the fsdp view is the axes replicate and shard, flattened
         ranks = torch.arange(parallel.world_size).view(parallel.pp, -1, num_shards, parallel.tp)
         copies = {tuple(group) for group in ranks.movedim(1, 3).flatten(0, 2).tolist()}
         shards = {tuple(group) for group in ranks.movedim(2, 3).flatten(0, 2).tolist()}

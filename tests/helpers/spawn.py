@@ -136,7 +136,7 @@ def _serve(rank: int, world_size: int, connection: Connection, store: str, trace
     """Run one rank: receive a function, call it within a process group, and send back its result or traceback."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       LOCAL_WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # as a launcher does; the group exists already
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # the group is formed through a file instead
     with open(trace, "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
         try:
@@ -151,6 +151,6 @@ def _serve(rank: int, world_size: int, connection: Connection, store: str, trace
             if dist.is_initialized():  # a tested program may have destroyed the group
                 dist.barrier()
                 dist.destroy_process_group()
-        except BaseException:  # of any kind, such as SystemExit or pytest's: the parent raises it
+        except BaseException:  # also SystemExit and pytest's own: the parent raises it again
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)

@@ -1,4 +1,4 @@
-"""Running the repository's programs as a person would."""
+"""Run the repository's programs as a user runs them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-#: The number of ranks follows. ``--local-addr``, because torchrun looks the host name up, which may not resolve.
+#: torchrun's words up to its number of ranks. ``--local-addr`` keeps torchrun from looking up this machine's host name,
+#: which may be unknown.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
             "--nproc-per-node"]
 
 
 def run_program(*words: object, timeout: float = 120, cwd: Path = ROOT,
                 **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line with captured text output; ``environment`` is added to the variables."""
+    """Run a command and return its exit code and its output as text.
+
+    The command gets the variables of this process and those in ``environment``.
+    """
     return subprocess.run([str(word) for word in words], cwd=cwd, env={**os.environ, **environment}, text=True,
                           capture_output=True, timeout=timeout, check=False)
 

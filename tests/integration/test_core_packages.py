@@ -10,7 +10,7 @@ from typing import Any
 from tests.helpers.configs import STYLES, TRAINING
 from tests.integration.programs import ROOT, run_program
 
-#: What only some choices need, or what only shows something.
+#: Packages that only some flags need, or that only draw or log.
 OPTIONAL = ("transformers", "tokenizers", "sentencepiece", "regex", "tqdm", "matplotlib", "tensorboard", "wandb",
             "flash_attn")
 IMPORT_ALL = """

@@ -189,7 +189,7 @@ def test_preprocessing_reads_every_file_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variables", [
-    {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "1", "SLURM_ARRAY_TASK_MAX": "3"},  # says not of how many
+    {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "1", "SLURM_ARRAY_TASK_MAX": "3"},  # no number of tasks
     {"SLURM_ARRAY_TASK_ID": "3", "SHARDS": "2"}, {"INPUT": "no*"}])
 def test_preprocessing_refuses_shares_that_are_not_clear(variables: dict[str, Any], tmp_path: Path) -> None:
     for number in range(9):

@@ -25,12 +25,12 @@ MODEL = COMMON + f"--num-layers 3 --hidden-size 128 --kv-channels 128 --ffn-hidd
 TINY = COMMON + "--num-layers 1 --hidden-size 32 --kv-channels 16 --ffn-hidden-size 64 --vocab-size 64 --seq-length 64 "
 RECOMPUTE, LOSS = "--recompute-granularity full ", "--loss-tile-size 128 "
 MLP, GROUPS = "--mlp-tile-size 256 ", "--attention-head-groups 4 "
-#: What is switched on, and the same with one technique off.
+#: Name -> the flags that switch several techniques on, and by name of a technique the same flags without it.
 CASES = {"all": (RECOMPUTE + LOSS + MLP + GROUPS,
                  {"loss": RECOMPUTE + "--loss-tile-size 8192 " + MLP + GROUPS, "mlp": RECOMPUTE + LOSS + GROUPS,
                   "head groups": RECOMPUTE + LOSS + MLP}),
          "recompute": (RECOMPUTE + LOSS + MLP, {"recompute": LOSS + MLP})}
-#: Beside what tensors take: code of the libraries that a tiny model does not touch, kernels' own buffers.
+#: Bytes that are not tensors: library code that the tiny model at start-up did not use yet, and kernels' own buffers.
 LIBRARIES = 64 * 2**20
 
 
@@ -39,12 +39,12 @@ def predicted(flags: str) -> int:
 
 
 def bound(flags: str) -> float:
-    """The most that a run with these flags may take above start-up."""
+    """Return the most bytes that a run with these flags may use above those after start-up."""
     return 1.1 * predicted(flags) + LIBRARIES
 
 
 def peak(flags: str, directory: Path) -> int:
-    """Bytes resident at the most in ``pretrain_gpt.py``."""
+    """Return the peak of the resident bytes of ``pretrain_gpt.py``."""
     report = directory / "peak.json"
     done = run_program(sys.executable, ROOT / "tools/peak_memory.py", "--json", report, "--", sys.executable,
                        "pretrain_gpt.py", *flags.split(), timeout=240, OMP_NUM_THREADS="1",

@@ -41,14 +41,14 @@ def start(directory: Path, flags: str, launcher: list[str] | None = None) -> sub
 
 
 def run(directory: Path, flags: str, launcher: list[str] | None = None) -> tuple[int, str]:
-    """Exit code and output."""
+    """Run a training to its end and return its exit code and output."""
     process = start(directory, flags, launcher)
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
 
 
 def wait_for(path: Path, iteration: int) -> None:
-    """Until the metrics file has this iteration."""
+    """Wait until the metrics file has a row of this iteration or a later one."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if path.exists() and any(row["iteration"] >= iteration for row in read_metrics(path)):
@@ -169,7 +169,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
 
 
 def test_evaluation_only(tmp_path: Path) -> None:
-    """Also of an older checkpoint: the training's log and configuration stay as they are."""
+    """``--skip-train`` evaluates an older checkpoint and leaves the training's rows and configuration unchanged."""
     assert run(tmp_path, "--save out --save-interval 4 --eval-iters 2 --eval-interval 4")[0] == 0
     log, configuration = tmp_path / "out" / "metrics.jsonl", tmp_path / "out" / "config.json"
     before, settings = log.read_text(), configuration.read_text()
@@ -191,14 +191,14 @@ def test_a_refused_resume_names_flags_and_leaves_the_configuration(tmp_path: Pat
 
 
 def test_ramp_up_over_a_resume(tmp_path: Path) -> None:
-    """Batches 4, 8, 12, 16 over 24 samples; the schedule counts samples."""
+    """The batch grows from 4 over 8 and 12 to 16 within 24 samples; the learning rate follows the samples."""
     flags = ("--train-samples 80 --global-batch-size 16 --rampup-batch-size 4 4 24 --lr-warmup-samples 8 "
              "--save-interval 100")
     assert run(tmp_path, f"{flags} --save straight")[0] == 0
     assert run(tmp_path, f"{flags} --save halves --exit-interval 3")[0] == 0
     assert run(tmp_path, f"{flags} --save halves --load halves")[0] == 0
     rows = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "halves")}
-    # at 0 and 4: 4 samples, at 8: 8, at 16: 12, at 28 and later: 16
+    # batches that begin at sample 0 or 4 have 4 samples, at 8: 8, at 16: 12, at 28 and later: 16
     assert [row["global_batch_size"] for row in rows["straight"]] == [4, 4, 8, 12, 16, 16, 16]
     assert [row["first_sample"] for row in rows["straight"]] == [0, 4, 8, 16, 28, 44, 60]
     linear = [1e-3 * (80 - samples) / 72 for samples in (8, 16, 28, 44, 60)]

@@ -17,13 +17,13 @@ from megatron_sp.proof.steps import differences, reference_step, step_in_layout
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks
 
-#: Two probabilities, so that one in the other's place shows.
+#: Two different probabilities, so that the test notices when one is used in the place of the other.
 DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0.3"
 LAYOUTS = {1: [""], 2: ["--ulysses-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"]}
 
 
 def worst_by_case(world: int) -> dict[str, float]:
-    """On a rank: worst relative difference of loss, norm and gradients, by style and layout."""
+    """Run on one rank; return the largest relative difference of loss, norm and gradients, by style and layout."""
     found = {}
     for style in ("llama", "gpt2"):
         for layout in LAYOUTS[world]:

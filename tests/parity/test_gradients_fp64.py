@@ -85,7 +85,7 @@ KINDS = [
         ("tp 2, megatron sp", 2, f"{TP2} {SP}"),
         ("ulysses 2, tp 2, megatron sp", 4, f"{U2} {TP2} {SP}"),
         ("tp 2, dp 2, zero 2, recompute", 4, f"{TP2} --zero-stage 2 --recompute-granularity full"))],
-    # Three key/value heads do not divide by tp 2: their weights are whole on both ranks, each uses two of them.
+    # tp 2 does not divide three key/value heads: both ranks hold all their weights, and each uses two heads.
     *[Case(f"mixed, {name}", world, layout, "mixed") for name, world, layout in (
         ("one process", 1, ""),
         ("ulysses 2, zero 3", 2, f"{U2} --zero-stage 3"),
@@ -138,7 +138,7 @@ PIPELINES = [
     Case("pp 2, ring 2, ulysses 2, zero 2, ragged masked", 8, f"{PP2} {RING} {U2} --zero-stage 2", masked="ragged"),
 ]
 
-#: Those with the same reference stand together, so that it is computed once.
+#: Cases with the same reference follow one another, so that each reference is computed once.
 CASES = sorted(LAYOUTS + STEPS + HEADS + MASKS + KINDS + RINGS + PIPELINES, key=_same_reference)
 
 
@@ -149,7 +149,7 @@ def _expected(style: str, model: str, masked: str) -> Step:
 
 
 def _compare(case: Case, expected: Step) -> dict[str, float]:
-    """On a rank: what differs by more than the tolerance."""
+    """Run on one rank; return what differs by more than the tolerance."""
     run = case.run()
     step = step_in_layout(run, random_weights(run), *batch(run, case.masked))
     return {name: value for name, value in differences(step, expected).items() if not value <= TOLERANCE}

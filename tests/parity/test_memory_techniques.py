@@ -38,7 +38,7 @@ LAYOUTS = {
 
 
 def combinations() -> list[tuple[str, str]]:
-    """Names and flags of every technique and of every pair that does not say two things of one flag."""
+    """Return names and flags of every technique, and of every pair of techniques that set different flags."""
     singles = list(TECHNIQUES.items())
     pairs = [(f"{a}, {b}", f"{x} {y}") for (a, x), (b, y) in itertools.combinations(singles, 2)
              if not {word for word in x.split() if word[:2] == "--"} & set(y.split())]
@@ -46,7 +46,7 @@ def combinations() -> list[tuple[str, str]]:
 
 
 def cases(world: int, layout: str) -> list[Case]:
-    """All combinations in one layout; odd ones in GPT-2 style, with biases, tied embeddings and LayerNorm."""
+    """Return all combinations in one layout; every second one has GPT-2's biases, tied embeddings and LayerNorm."""
     def style(index: int, flags: str) -> str:
         untied_only = "offload-optimizer" in flags and "pipeline" in layout
         return "llama" if untied_only else ("llama", "gpt2")[index % 2]
@@ -56,7 +56,7 @@ def cases(world: int, layout: str) -> list[Case]:
 
 
 def compare(some: Sequence[Case], expected: dict[str, Step]) -> dict[str, dict[str, float]]:
-    """On a rank: what differs by more than the tolerance, by combination."""
+    """Run on one rank; return what differs by more than the tolerance, by combination."""
     found, mesh = {}, ParallelMesh.build(some[0].run().parallel)
     for case in some:
         run = case.run()

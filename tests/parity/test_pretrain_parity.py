@@ -36,7 +36,7 @@ SIX_HEADS = "--hidden-size 48 --num-attention-heads 6 --num-key-value-heads 6"
 PP2 = "--pipeline-model-parallel-size 2"
 TP2, SP, U2, U4 = "--tensor-model-parallel-size 2", "--sequence-parallel", "--ulysses-size 2", "--ulysses-size 4"
 
-#: name, ranks, flags that change no number, flags that do (the one process gets them too)
+#: Name, number of ranks, flags of the layout, and flags of the model, which the run on one process gets too.
 LAYOUTS = [
     ("ulysses 2", 2, U2, ""),
     ("ulysses 4", 4, U4, ""),
@@ -103,7 +103,7 @@ def half_masked(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], list[dict[str, float]]]:
-    """Metrics of one process for given flags; each flag set is run once."""
+    """Return a function that trains on one process and returns the metrics; it trains once for each set of flags."""
     known: dict[tuple[str, ...], list[dict[str, float]]] = {}
 
     def run(flags: Sequence[str]) -> list[dict[str, float]]:
@@ -116,15 +116,15 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[
 
 
 def train(flags: Sequence[str], world: int, directory: Path) -> list[dict[str, float]]:
-    """Metrics of a run on forked ranks."""
+    """Train on forked ranks and return the metrics."""
     run_ranks(_main, world, [*BASE, *flags], str(directory), timeout=120)
     output = (directory / "output_0.txt").read_text()
-    assert "no effect" not in output, output  # of a flag: the test would not test what its flags say
+    assert "no effect" not in output, output  # a flag without effect would leave its feature untested
     return metrics(directory)
 
 
 def _main(argv: list[str], directory: str) -> None:
-    """On a rank: the program itself, within ``directory``; its output goes to a file there."""
+    """Run the program on one rank, in ``directory``, and write its output to a file there."""
     import pretrain_gpt
 
     os.chdir(directory)
@@ -134,7 +134,7 @@ def _main(argv: list[str], directory: str) -> None:
 
 
 def launch(command: Sequence[str | Path], flags: Sequence[str], directory: Path) -> list[dict[str, float]]:
-    """Metrics of a run through the real script."""
+    """Start the real script with a launcher and return the metrics."""
     done = subprocess.run([*command, ROOT / "pretrain_gpt.py", *BASE, *flags], cwd=directory, text=True,
                           capture_output=True, timeout=180, env=os.environ | {"PYTHONPATH": ""})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
@@ -142,7 +142,7 @@ def launch(command: Sequence[str | Path], flags: Sequence[str], directory: Path)
 
 
 def metrics(directory: Path) -> list[dict[str, float]]:
-    """The rows of all steps."""
+    """Return the rows of all steps from the metrics file."""
     rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "lm_loss" in row]
     assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
@@ -150,7 +150,7 @@ def metrics(directory: Path) -> list[dict[str, float]]:
 
 
 def assert_equal(rows: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    """Loss, gradient norm and counters of every iteration."""
+    """Compare loss, gradient norm and counters of every iteration."""
     for row, want in zip(rows, expected, strict=True):
         for name in ("lm_loss", "grad_norm", "learning_rate"):
             assert row[name] == pytest.approx(want[name], rel=TOLERANCE, abs=0), f"{name} at {want['iteration']}"
@@ -175,7 +175,7 @@ def test_shard_with_every_label_masked(world: int, layout: str, half_masked: str
 
 
 def test_masking_changes_the_loss(text: str, one_process: Callable[[Sequence[str]], list[dict[str, float]]]) -> None:
-    """The masked runs above are not equal to the unmasked ones for want of end-of-document tokens."""
+    """The text has end-of-document tokens, so the masked runs above really mask something."""
     plain, masked = (one_process(["--data-path", text, *flags]) for flags in ([], ["--eod-mask-loss"]))
     assert all(row["lm_loss"] != other["lm_loss"] for row, other in zip(plain, masked, strict=True))
     assert plain[-1]["lm_loss"] < plain[0]["lm_loss"]

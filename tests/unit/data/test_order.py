@@ -276,13 +276,13 @@ def drawn_plainly(weights, size):
 
 
 def test_weights_are_normalised_twice_as_megatron_does(tmp_path):
-    """With the weights 7 9 4 5 5, dividing by the sum a second time changes last bits, and so who is drawn at ties."""
+    """Dividing 7 9 4 5 5 by their sum a second time changes last bits, and these decide which set is drawn at a tie."""
     raw = [7, 9, 4, 5, 5]
     once = np.array(raw, dtype=np.float64) / np.sum(np.array(raw, dtype=np.float64))
     twice = once / np.sum(once)
     sizes = blends.member_sizes(once.tolist(), 400)
     expected = drawn_plainly(twice.tolist(), sum(sizes))
-    assert expected != drawn_plainly(once.tolist(), sum(sizes))  # else this test shows nothing
+    assert expected != drawn_plainly(once.tolist(), sum(sizes))  # otherwise this test could not tell the two apart
     path: list[str] = []
     for place, weight in enumerate(raw):
         write(tmp_path / f"set{place}", [[place] * 40] * 20)

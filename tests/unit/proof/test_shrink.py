@@ -63,7 +63,7 @@ LLAMA_70B = ("--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-a
 
 
 @pytest.mark.parametrize(("world", "flags", "degrees", "left_out"), [
-    # tp, pp, ulysses, ring, dp of the small run; what it does not prove
+    # the last two values: tp, pp, ulysses, ring, dp of the small run; a part that the small run does not prove
     (128, f"{LLAMA_70B} --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
           "--ulysses-size 4 --global-batch-size 32", (2, 3, 2, 1, 1), ""),
     (1024, f"{LLAMA_70B} --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8 "
@@ -79,7 +79,7 @@ LLAMA_70B = ("--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-a
     # Key/value heads whose weights are whole on every rank, because tensor parallelism does not divide them.
     (64, "--num-attention-heads 64 --num-key-value-heads 4 --tensor-model-parallel-size 16 --ulysses-size 4",
      (2, 1, 3, 1, 1), ""),
-    # Uneven heads stay uneven: 32 heads over 3 and more ranks.
+    # 24 ranks do not divide 32 heads, so the small run has ranks that do not divide its heads.
     (24, f"{HEADS} --ulysses-size 24 --seq-length 8184", (1, 1, 3, 1, 1), ""),
     # The gradient of the tied embedding stays a sum over more than two ranks.
     (32, f"{HEADS} --ulysses-size 8 --pipeline-model-parallel-size 4", (1, 3, 3, 1, 1), ""),
@@ -103,13 +103,13 @@ def test_large_degrees_shrink_to_small_ones_of_the_same_kind(world: int, flags: 
 
 
 def test_degrees_stay_while_they_fit() -> None:
-    """The proof of a layout that fits is the proof of that layout."""
+    """A layout that needs few enough processes is proven as it is."""
     small = shrink(run_of(f"{HEADS} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2", 16)).run.parallel
     assert (small.tp, small.pp, small.world_size) == (8, 2, 16) and small.world_size > PREFERRED_PROCESSES
 
 
 def test_what_runs_on_gpus_is_proven() -> None:
-    """Heads overlapped through collectives; half precision at ZeRO stage 0 through FSDP."""
+    """A shrunk run keeps what GPUs run: overlapped exchanges by collectives, and FSDP for half precision at ZeRO 0."""
     small = shrink(run_of(f"{HEADS} --ulysses-size 2 --bf16", 4)).run
     assert small.parallel.ulysses_overlap_groups == 2 and not small.parallel.shared_memory
     assert uses_fsdp(small) and small.parallel.fsdp_size == 1
@@ -119,6 +119,6 @@ def test_what_runs_on_gpus_is_proven() -> None:
 
 
 def test_tied_copies_of_sums_of_several_terms_stay() -> None:
-    """Two terms have the same sum in any order."""
+    """The small run sums more than two terms, because two terms have the same sum in any order."""
     run = run_of(f"{HEADS} --pipeline-model-parallel-size 2 --global-batch-size 64", 16)
     assert shrink(run).run.parallel.fsdp > 2

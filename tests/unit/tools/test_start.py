@@ -15,7 +15,7 @@ TOOLS = [path for path in sorted((ROOT / "tools").glob("*.py")) if "sys.path" in
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.stem)
 def test_an_installed_tool_leaves_the_search_path(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else ``import config`` of any library would find ``site-packages/megatron_sp/config``."""
+    """If it did, ``import config`` in any library would find ``site-packages/megatron_sp/config``."""
     folder = tmp_path / "site-packages" / "megatron_sp" / "tools"
     folder.mkdir(parents=True)
     installed = shutil.copy(tool, folder)
