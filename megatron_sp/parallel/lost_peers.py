@@ -56,19 +56,22 @@ def has_timed_out(error: BaseException | None) -> bool:
     return False
 
 
-def silent_ranks(mesh: ParallelMesh, store: dist.Store, grace: float) -> list[int]:
-    """Return the ranks of this rank's groups that have reported no time-out within ``grace`` seconds.
+def silent_ranks(mesh: ParallelMesh, store: dist.Store, grace: float, event: str = "lost peers") -> list[int]:
+    """Return the ranks of this rank's groups that do not report the same event within ``grace`` seconds.
 
     The list is empty where the store does not answer either.
+
+    Args:
+        event: part of the keys in the store; each event needs its own.
     """
     mine = mesh.global_rank
     peers = {rank for axis in AXES for rank in mesh.grid.ranks(axis, mine)} - {mine}
     silent: list[int] = []
 
     def ask() -> None:
-        store.set(f"lost peers/{mine}", "failed")
+        store.set(f"{event}/{mine}", "seen")
         time.sleep(grace)
-        silent.extend(rank for rank in sorted(peers) if not store.check([f"lost peers/{rank}"]))
+        silent.extend(rank for rank in sorted(peers) if not store.check([f"{event}/{rank}"]))
 
     asking = threading.Thread(target=ask, daemon=True)  # blocks when the store's process is suspended
     asking.start()
@@ -76,11 +79,17 @@ def silent_ranks(mesh: ParallelMesh, store: dist.Store, grace: float) -> list[in
     return silent
 
 
+def names_of(mesh: ParallelMesh, ranks: list[int]) -> str:
+    """Return the numbers of these ranks, each with the axes on which it shares a group with this rank."""
+    mine = mesh.global_rank
+    return ", ".join(
+        f"rank {rank} ({', '.join(AXIS_NAMES[axis] for axis in AXES if rank in mesh.grid.ranks(axis, mine))})"
+        for rank in ranks)
+
+
 def describe(mesh: ParallelMesh, silent: list[int]) -> str:
     """Return one line for the user: which ranks this rank waited for, on which axes, and what to look at."""
-    names = [f"rank {rank} ({', '.join(AXIS_NAMES[axis] for axis in AXES if rank in mesh.grid.ranks(axis, mine))})"
-             for mine in (mesh.global_rank,) for rank in silent]
-    who = f"{', '.join(names)}, which {'has' if len(names) == 1 else 'have'} reported nothing" if names else \
+    who = f"{names_of(mesh, silent)}, which {'has' if len(silent) == 1 else 'have'} reported nothing" if silent else \
         "a rank of its groups"
     return (f"rank {mesh.global_rank} waited {mesh.timeout} for {who} (--distributed-timeout-minutes): look whether it "
             "is suspended, swapping or still busy, and at its log")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,7 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
 
     from megatron_sp.checkpoint.save_directory import reserve_save_directory, store_configuration
     from megatron_sp.parallel.lost_peers import naming_lost_peers
+    from megatron_sp.parallel.stall_warning import warning_of_stalls
 
     with reserve_save_directory(run) as lock_notes:
         trainer = build_trainer(run, tokenizer, device, signals, started=started)
@@ -50,7 +53,10 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
             store_configuration(run)      # after build_trainer, so that a run that is refused does not change the file
             for note in lock_notes:
                 trainer.recorder.say(note)
-            with naming_lost_peers(trainer.mesh):
+            with contextlib.ExitStack() as watching:
+                watching.enter_context(naming_lost_peers(trainer.mesh))
+                if device.type == "cuda":      # gloo raises an error when a collective runs out of time; NCCL does not
+                    watching.enter_context(warning_of_stalls(trainer.mesh, lambda: trainer.state.iteration, _warn_here))
                 trainer.fit()
         except BaseException:
             trainer.abandon()
@@ -58,6 +64,11 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
         trainer.close()
         stop()
     return 0
+
+
+def _warn_here(line: str) -> None:
+    """Print a line on this rank at once, whichever rank it is."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def choose_tokenizer(run: Run) -> Tokenizer:

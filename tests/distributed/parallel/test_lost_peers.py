@@ -1,7 +1,8 @@
-"""A rank that does not answer is named with its axis, when a collective really runs out of time."""
+"""A rank that does not answer is named with its axis, after a time-out and while a step stands still."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron_sp.errors import PeerLostError
 from megatron_sp.parallel import lost_peers
 from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.parallel.stall_warning import warning_of_stalls
 from megatron_sp.train.trainer import Trainer
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import RunRanks, run_ranks
@@ -40,6 +42,31 @@ def test_a_rank_that_does_not_answer_is_named_with_its_axis(ranks: RunRanks) -> 
     assert "rank 3 (tensor parallel), which has reported nothing" in found[2], found
     assert "rank 3 (data parallel), which has reported nothing" in found[1], found
     assert found[0].startswith("rank 0 waited") and "--distributed-timeout-minutes" in found[0]
+
+
+def warnings_of_a_stall() -> list[str]:
+    """Return the warnings of rank 0: in step 3 rank 1 is away, in step 4 both ranks are busy, step 5 is quick."""
+    mesh = ParallelMesh.build(tiny_run([*STYLES["gpt2"].split(), "--tensor-model-parallel-size", "2"], 2).parallel)
+    said: list[str] = []
+    done = 3
+    with contextlib.ExitStack() as watching:
+        if mesh.global_rank == 0:
+            watching.enter_context(warning_of_stalls(mesh, lambda: done, said.append, patience=0.3, grace=0.3))
+            time.sleep(1.5)
+        dist.barrier()
+        done = 4
+        if mesh.global_rank == 1:
+            watching.enter_context(warning_of_stalls(mesh, lambda: done, said.append, patience=0.3, grace=0.3))
+        time.sleep(1.5)
+        dist.barrier()
+        done = 5
+    return said
+
+
+def test_a_step_that_stands_still_is_reported_once_with_the_ranks_that_do_not_run(ranks: RunRanks) -> None:
+    away, busy = ranks(warnings_of_a_stall, 2)[0]
+    assert "after iteration 3. These ranks do not answer: rank 1 (tensor parallel)" in away
+    assert "after iteration 4. All ranks of its groups still run" in busy
 
 
 def message_of_a_run() -> str:
