@@ -9,12 +9,13 @@ clear message instead of failing later. The operators of fused attention are not
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from megatron_sp.errors import InstallationError
 
@@ -43,6 +44,7 @@ def check_torch() -> None:
             and _find_collective("reduce_scatter_single", "reduce_scatter_tensor")),
         f"the operator {ALL_TO_ALL_OPERATOR}": hasattr(torch.ops._c10d_functional, "all_to_all_single"),
         "the action types F, B, I and W of torch.distributed.pipelining": _has_action_types(),
+        "PipelineStage.forward_one_chunk": hasattr(PipelineStage, "forward_one_chunk"),
     }.items() if not exists]
     if missing:
         raise InstallationError(f"torch {torch.__version__} lacks {'; '.join(missing)}. megatron_sp needs these "
@@ -114,6 +116,22 @@ def computation_order(schedule: Any, rank: int) -> list[tuple[str, int, int]]:
                for part in (action.sub_actions or (action,))]
     return [(action.computation_type.value, action.stage_index, action.microbatch_index)
             for action in actions if action.computation_type.value in "FBIW"]
+
+
+class StageWithObjects(PipelineStage):
+    """A pipeline stage whose forward also gets Python objects: torch gives a microbatch only its part of tensors.
+
+    Attributes:
+        objects: for each microbatch the further arguments of the forward, by name.
+    """
+
+    objects: Sequence[dict[str, Any]] = ()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None,
+                          *further: Any, **how: Any) -> Any:
+        """Compute the forward of one microbatch, with its objects."""
+        objects = self.objects[fwd_chunk_id] if self.objects else {}
+        return super().forward_one_chunk(fwd_chunk_id, args, {**(kwargs or {}), **objects}, *further, **how)
 
 
 def remove_backward_actions(schedule: Any) -> None:

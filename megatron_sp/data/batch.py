@@ -12,6 +12,7 @@ import torch
 from megatron_sp.data.gpt_dataset import Dataset
 from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.errors import DataError
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.tokens import SequenceLayout
 
 IGNORED = -100  # the label of a position that has no loss
@@ -27,6 +28,7 @@ class Microbatch:
         positions: index of each input in its whole sequence, int64 ``[b, s/sp]``.
         sample_ids: index of each sequence in the training order, int64 ``[b]``, always on the CPU.
         num_valid: number of labels that are not -100.
+        mask: which keys each query may see, for the whole sequences.
     """
 
     tokens: torch.Tensor
@@ -34,6 +36,7 @@ class Microbatch:
     positions: torch.Tensor
     sample_ids: torch.Tensor
     num_valid: int
+    mask: AttentionMask = CAUSAL
 
     def to(self, device: torch.device | str) -> Microbatch:
         """Return a copy on ``device``; sample ids stay on the CPU."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_sp.activations.recompute import Replay, recompute
 from megatron_sp.config.schema import Model
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.attention.self_attention import Attention, AttentionPlan
 from megatron_sp.model.mlp import MLP
@@ -54,26 +55,26 @@ class Block(nn.Module):
         self.compute = torch.compile(self._compute) if compiled else self._compute
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
-                cache: KeyValueCache | None = None) -> torch.Tensor:
+                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
         if not self.recompute_granularity or not torch.is_grad_enabled():
-            return self.compute(x, rotation, sample_ids, cache)
+            return self.compute(x, rotation, sample_ids, mask, cache)
         if self.attention.groups:
-            x = self._attend(x, rotation, sample_ids)
+            x = self._attend(x, rotation, sample_ids, mask)
             return recompute(self._feed_forward, x, sample_ids, replay=self.replay)
         if self.recompute_granularity == "selective":
-            return recompute(self.compute, x, rotation, sample_ids, keep_attention=True)
-        return recompute(self.compute, x, rotation, sample_ids, replay=self.replay)
+            return recompute(self.compute, x, rotation, sample_ids, mask, keep_attention=True)
+        return recompute(self.compute, x, rotation, sample_ids, mask, replay=self.replay)
 
     def _compute(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
-                 cache: KeyValueCache | None = None) -> torch.Tensor:
+                 mask: AttentionMask, cache: KeyValueCache | None = None) -> torch.Tensor:
         """Apply both branches, without recomputation."""
-        return self._feed_forward(self._attend(x, rotation, sample_ids, cache), sample_ids)
+        return self._feed_forward(self._attend(x, rotation, sample_ids, mask, cache), sample_ids)
 
     def _attend(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
-                cache: KeyValueCache | None = None) -> torch.Tensor:
+                mask: AttentionMask, cache: KeyValueCache | None = None) -> torch.Tensor:
         """Return x + drop(attention(norm(x)))."""
-        y = self.attention(x, rotation, sample_ids, cache, normalise=self.input_norm)
+        y = self.attention(x, rotation, sample_ids, mask, cache, normalise=self.input_norm)
         return x + self._drop(y, self.attention_dropout, sample_ids)
 
     def _feed_forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:

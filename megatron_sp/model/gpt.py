@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate
 from megatron_sp.activations.offload import ActivationOffload
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.block import Block
 from megatron_sp.model.loss import linear_cross_entropies, linear_cross_entropy_sum
@@ -95,7 +96,7 @@ class GPT(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor, *,
                 labels: torch.Tensor | None = None, reduction: Literal["sum", "none"] = "sum",
-                cache: KeyValueCache | None = None) -> torch.Tensor:
+                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None) -> torch.Tensor:
         """Return the losses of this rank's tokens, or without labels their logits.
 
         Args:
@@ -104,6 +105,7 @@ class GPT(nn.Module):
             sample_ids: int64 [b] on the CPU, global sample numbers; they key dropout.
             labels: int64 [b, s/sp], -100 where there is nothing to predict.
             reduction: "sum" for training; "none" for the loss of each token, without gradients.
+            mask: which keys each query may see, for the whole sequences.
             cache: keys and values of earlier tokens, for decoding token by token.
         Returns:
             On an earlier stage hidden states [b, s/sp(/tp), h], without labels logits [b, s/sp, v/tp], else the sum of
@@ -117,9 +119,9 @@ class GPT(nn.Module):
         for index, blocks in enumerate(self.units()):
             with self.offload.around(index, x) if self.offload else contextlib.nullcontext():
                 if len(blocks) > 1 and torch.is_grad_enabled():
-                    x = recompute(run_layers, blocks, x, angles, sample_ids)
+                    x = recompute(run_layers, blocks, x, angles, sample_ids, mask)
                 else:
-                    x = run_layers(blocks, x, angles, sample_ids, cache)
+                    x = run_layers(blocks, x, angles, sample_ids, mask, cache)
         if self.final_norm is None or self.output is None:
             return x
         tied = None if self.embedding is None else self.embedding.word.weight
@@ -148,8 +150,8 @@ class GPT(nn.Module):
 
 
 def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, angles: Rotation | None, sample_ids: torch.Tensor,
-               cache: KeyValueCache | None = None) -> torch.Tensor:
+               mask: AttentionMask, cache: KeyValueCache | None = None) -> torch.Tensor:
     """Apply the layers one after another: [b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
     for block in blocks:
-        x = block(x, angles, sample_ids, cache)
+        x = block(x, angles, sample_ids, mask, cache)
     return x

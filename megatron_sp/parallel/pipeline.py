@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 from torch.distributed.tensor import DTensor
 
+from megatron_sp.layout.attention_mask import AttentionMask
 from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
 from megatron_sp.parallel.mesh import ParallelMesh
-from megatron_sp.torch_internals import computation_order, remove_backward_actions
+from megatron_sp.torch_internals import StageWithObjects, computation_order, remove_backward_actions
 from megatron_sp.transport.channel import CollectiveChannel
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -138,20 +138,26 @@ class PipelineRunner:
         self.stages, self.schedule, self.mesh, self.loss = stages, schedule, mesh, loss
         self.is_first = 0 in stages.numbers
         self.is_last = stages.num_stages - 1 in stages.numbers
-        self._schedules: dict[tuple[int, torch.Size, bool], Any] = {}
+        self._schedules: dict[tuple[int, torch.Size, bool], tuple[Any, list[StageWithObjects]]] = {}
 
-    def _schedule(self, num_microbatches: int, shape: torch.Size, training: bool) -> Any:
+    def _schedule(self, masks: Sequence[AttentionMask], shape: torch.Size, training: bool) -> Any:
+        """Return torch's schedule object for as many microbatches as there are masks, with these masks in place."""
+        num_microbatches = len(masks)
         key = (num_microbatches, shape, training)
         if key not in self._schedules:
             group = self.mesh.group("pp")
-            stages = [PipelineStage(module, number, self.stages.num_stages, self.mesh.device, group=group)
+            stages = [StageWithObjects(module, number, self.stages.num_stages, self.mesh.device, group=group)
                       for module, number in zip(self.stages, self.stages.numbers)]
             kind = schedule_class(self.schedule, num_microbatches, self.stages.num_stages)
-            self._schedules[key] = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
-                                        num_microbatches, loss_fn=self.loss, scale_grads=False)
+            made = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, num_microbatches,
+                        loss_fn=self.loss, scale_grads=False)
             if not training:
-                remove_backward_actions(self._schedules[key])
-        return self._schedules[key]
+                remove_backward_actions(made)
+            self._schedules[key] = made, stages
+        schedule, stages = self._schedules[key]
+        for stage in stages:
+            stage.objects = [{"mask": mask} for mask in masks]
+        return schedule
 
     def _arguments(self, tokens: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor]) -> tuple[Any, Any]:
         positional = (tokens,) if self.is_first else ()
@@ -159,27 +165,28 @@ class PipelineRunner:
         return positional, named
 
     def train(self, tokens: torch.Tensor, target: torch.Tensor, inputs: dict[str, torch.Tensor],
-              num_microbatches: int) -> list[torch.Tensor]:
+              masks: Sequence[AttentionMask]) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches and return their losses.
 
         Args:
             tokens, target: int64 [m*b, t], the microbatches one after another
             inputs: arguments that the forward of every stage takes besides its input, batch dimension first
+            masks: for each microbatch which keys each query may see
         Returns:
             the losses of the microbatches, detached; empty where this rank does not hold the last stage
         """
         losses: list[torch.Tensor] = []
         positional, named = self._arguments(tokens, target, losses)
-        schedule = self._schedule(num_microbatches, tokens.shape, training=True)
+        schedule = self._schedule(masks, tokens.shape, training=True)
         schedule.step(*positional, **named, **inputs, return_outputs=False)
         return [loss.detach() for loss in losses]
 
     @torch.no_grad()
     def evaluate(self, tokens: torch.Tensor, target: torch.Tensor, inputs: dict[str, torch.Tensor],
-                 num_microbatches: int) -> list[torch.Tensor]:
+                 masks: Sequence[AttentionMask]) -> list[torch.Tensor]:
         """Run forward of all microbatches and return their losses; arguments as in ``train``."""
         losses: list[torch.Tensor] = []
         positional, named = self._arguments(tokens, target, losses)
-        schedule = self._schedule(num_microbatches, tokens.shape, training=False)
+        schedule = self._schedule(masks, tokens.shape, training=False)
         schedule.eval(*positional, **named, **inputs)
         return losses

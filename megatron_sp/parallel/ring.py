@@ -38,6 +38,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.parallel.ulysses import BytesSent
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -96,7 +97,7 @@ class Ring:
         transfers = [dist.P2POp(dist.isend, x, after, self.group), dist.P2POp(dist.irecv, received, before, self.group)]
         return received, dist.batch_isend_irecv(transfers)
 
-    def attended(self, owner: int, tokens: int, causal: bool) -> tuple[slice, slice, bool] | None:
+    def attended(self, owner: int, tokens: int) -> tuple[slice, slice, bool] | None:
         """Return which of this rank's queries attend to which of the keys that rank ``owner`` owns.
 
         Args:
@@ -106,8 +107,6 @@ class Ring:
             That happens without zigzag when the owner's tokens come later.
         """
         whole = slice(0, tokens)
-        if not causal:
-            return whole, whole, False
         if owner == self.rank:
             return whole, whole, True
         if not self.zigzag:
@@ -133,7 +132,7 @@ def merge(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor,
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, causal: bool) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring) -> torch.Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         kv = torch.stack((k, v))  # the block that this rank holds, [2, b, t, g, d]
         o = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -143,7 +142,7 @@ class _RingAttention(torch.autograd.Function):
             next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
             if not is_last:
                 ring.sent.add([kv])
-            attended = ring.attended((ring.rank - step) % ring.size, q.shape[1], causal)
+            attended = ring.attended((ring.rank - step) % ring.size, q.shape[1])
             if attended is not None:
                 queries, keys, masked = attended
                 o_block, lse_block = ring.kernel.forward(q[:, queries], kv[0][:, keys], kv[1][:, keys], masked)
@@ -154,7 +153,7 @@ class _RingAttention(torch.autograd.Function):
             kv = next_kv
         result = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
-        ctx.ring, ctx.causal = ring, causal
+        ctx.ring = ring
         return result
 
     @staticmethod
@@ -169,7 +168,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ring.size):
             is_last = step == ring.size - 1
             next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
-            attended = ring.attended((ring.rank - step) % ring.size, q.shape[1], ctx.causal)
+            attended = ring.attended((ring.rank - step) % ring.size, q.shape[1])
             dkv_block = None
             if attended is not None:
                 queries, keys, masked = attended
@@ -189,7 +188,7 @@ class _RingAttention(torch.autograd.Function):
         for transfer in dkv_transfers:
             transfer.wait()
         dk, dv = dkv.to(k.dtype)
-        return dq.to(q.dtype), dk, dv, None, None
+        return dq.to(q.dtype), dk, dv, None
 
 
 class RingAttention:
@@ -198,8 +197,9 @@ class RingAttention:
     def __init__(self, ring: Ring):
         self.ring = ring
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: Any = None) -> torch.Tensor:
         """Attend to the keys of all ranks: q [b, s/r, n, d], k, v [b, s/r, g, d] -> [b, s/r, n, d]."""
         assert dropout is None, "the check of the flags refuses attention dropout with a ring"
-        return _RingAttention.apply(q, k, v, self.ring, causal)
+        assert not mask.needs
+        return _RingAttention.apply(q, k, v, self.ring)

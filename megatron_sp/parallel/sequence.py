@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.heads import HeadSplit, are_equal_groups
 from megatron_sp.parallel.collectives import copy_heads, sum_copied_heads
 from megatron_sp.parallel.mesh import ParallelMesh
@@ -29,9 +30,10 @@ class HeadCopyingCore:
     def __init__(self, core: Core, kv_indices: tuple[int, ...], device: torch.device):
         self.core, self.index = core, torch.tensor(kv_indices, device=device)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
+                 **how: Any) -> torch.Tensor:
         """Attend: q [b, s, n, d], k, v [b, s, g, d] -> [b, s, n, d]."""
-        return self.core(q, copy_heads(k, self.index), copy_heads(v, self.index), **how)
+        return self.core(q, copy_heads(k, self.index), copy_heads(v, self.index), mask=mask, **how)
 
 
 class HeadCopyingKernel:
@@ -80,7 +82,7 @@ def parallel_attention(core: Core, kernel: BlockKernel, heads: HeadSplit, mesh: 
     A ring uses the block kernel instead of the core, because it merges the results of several blocks of keys.
 
     Args:
-        core: attends on one rank, ``(q [b, s, n, d], k, v [b, s, g, d], **how) -> o [b, s, n, d]``.
+        core: attends on one rank, ``(q [b, s, n, d], k, v [b, s, g, d], mask=..., **how) -> o [b, s, n, d]``.
         kernel: attends to one block of keys of a ring.
         heads: the heads of this tensor-parallel rank and their split over the Ulysses ranks.
         overlap: number of head groups whose Ulysses exchanges overlap with attention; 0 lets ``default_overlap``

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.heads import HeadSplit
 from megatron_sp.parallel.collectives import all_to_all, copy_heads, start_all_to_all
 from megatron_sp.transport.channel import Channel, SplitChange
@@ -139,7 +140,8 @@ class UlyssesAttention:
     def __init__(self, core: Core, exchange: UlyssesExchange):
         self.core, self.exchange = core, exchange
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
+                 **how: Any) -> torch.Tensor:
         """Attend over the whole sequence: [b, s/P, n, d] -> [b, s/P, n, d]."""
         q, k, v = self.exchange.sequence_to_heads(q, k, v)  # [b, s/P, n, d] -> [b, s, n/P, d]
-        return self.exchange.heads_to_sequence(self.core(q, k, v, **how))  # [b, s, n/P, d] -> [b, s/P, n, d]
+        return self.exchange.heads_to_sequence(self.core(q, k, v, mask=mask, **how))  # [b, s, n/P, d] -> [b, s/P, n, d]

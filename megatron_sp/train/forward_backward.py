@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
+from megatron_sp.layout.attention_mask import AttentionMask
 from megatron_sp.layout.sharding import uses_fsdp
 from megatron_sp.parallel.gradients import sum_over_copies, sum_over_tensor_ranks
 from megatron_sp.parallel.mesh import ParallelMesh
@@ -85,7 +86,8 @@ class Engine:
         return total, sum(batch.num_valid for batch in microbatches)
 
     def _loss(self, batch: Microbatch) -> torch.Tensor:
-        return self.model(batch.tokens, batch.positions, batch.sample_ids, labels=batch.labels).squeeze(0)
+        loss = self.model(batch.tokens, batch.positions, batch.sample_ids, labels=batch.labels, mask=batch.mask)
+        return loss.squeeze(0)  # [1] -> []
 
 
 class PipelineEngine:
@@ -133,16 +135,18 @@ class PipelineEngine:
         return total + torch.stack(list(losses)).sum() if losses else total
 
 
-def _concatenate(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int]:
+def _concatenate(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor],
+                                                              list[AttentionMask]]:
     """Concatenate the microbatches along the batch, as torch's pipeline schedules take them.
 
     Returns:
-        tokens, labels, the further inputs of every stage by name, and the number of microbatches
+        tokens, labels, the further inputs of every stage by name, and the mask of each microbatch
     """
     tokens, labels, positions, sample_ids = (
         torch.cat([getattr(batch, name) for batch in microbatches])
         for name in ("tokens", "labels", "positions", "sample_ids"))
-    return tokens, labels, {"positions": positions, "sample_ids": sample_ids, "labels": labels}, len(microbatches)
+    inputs = {"positions": positions, "sample_ids": sample_ids, "labels": labels}
+    return tokens, labels, inputs, [batch.mask for batch in microbatches]
 
 
 def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh,

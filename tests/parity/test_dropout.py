@@ -66,7 +66,7 @@ def test_attention_loses_its_share_of_probabilities_and_none_of_its_mean(core: A
     q = torch.zeros(1, length, 4, width, dtype=torch.float64)
     v = torch.ones(1, length, 4, width, dtype=torch.float64)
     dropout = AttentionDropout(Dropout(probability, 1, "0/attention"), torch.tensor([3]), 0)
-    o = core(q, q, v, causal=True, dropout=dropout)[0, :, :, 0]            # [s, n]
+    o = core(q, q, v, dropout=dropout)[0, :, :, 0]            # [s, n]
     seen = torch.arange(1, length + 1, dtype=torch.float64).unsqueeze(1)
     kept = o * seen * (1 - probability)                                    # whole numbers: how many were kept
     torch.testing.assert_close(kept, kept.round(), rtol=0, atol=1e-9)

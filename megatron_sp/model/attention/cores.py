@@ -1,10 +1,11 @@
 """Attention cores: softmax attention on one rank, all with one signature.
 
-A core is ``core(q, k, v, causal=..., dropout=...) -> o`` and knows nothing of ranks; Ulysses wraps one. (A ring is made
-of block kernels instead, see ``block_kernels``.) Which core a run uses is the choice of ``--attention-core``.
+A core is ``core(q, k, v, mask=..., dropout=...) -> o`` and knows nothing of ranks; Ulysses wraps one. ``AttentionMask``
+states the contract. (A ring is made of block kernels instead, see ``block_kernels``.) Which core a run uses is the
+choice of ``--attention-core``.
 
-Letters: b batch, s tokens, n query heads, g key/value heads (g divides n, query head i uses key/value head
-``i * g // n``), d head width.
+Letters: b batch, s tokens, t queries (the last t of the s tokens), n query heads, g key/value heads (g divides n, query
+head i uses key/value head ``i * g // n``), d head width.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.errors import ConfigError
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.attention.flash import FlashAttention, find_flash_attention
 from megatron_sp.model.attention.unfused import AttentionDropout, attend_in_query_blocks, block_attention
 from megatron_sp.model.norm_kernels import require_gpu
@@ -28,25 +30,32 @@ LINEAR_MEMORY = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBack
 
 
 class AttentionCore(Protocol):
-    """The signature that all cores share."""
+    """The signature that all cores share.
+
+    Attributes:
+        description: names the kernel in the log.
+        supports: which of the names in ``AttentionMask.needs`` the core can compute.
+    """
 
     description: str
+    supports: frozenset[str]
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
-        """q [b, s, n, d], k, v [b, s, g, d] -> o [b, s, n, d]"""
+        """q [b, t, n, d], k, v [b, s, g, d] -> o [b, t, n, d]"""
 
 
 class UnfusedCore:
     """The quadratic reference, which forms all probabilities at once; for tests and small runs."""
 
     description = "unfused"
+    supports: frozenset[str] = frozenset()
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
         if dropout is not None:
-            return attend_in_query_blocks(q, k, v, causal, dropout)
-        return block_attention(q, k, v, 0, causal, None)[0]
+            return attend_in_query_blocks(q, k, v, mask, dropout)
+        return block_attention(q, k, v, k.shape[1] - q.shape[1], True, None)[0]
 
 
 class SDPACore:
@@ -65,21 +74,32 @@ class SDPACore:
     """
 
     description = "torch's scaled_dot_product_attention"
+    supports: frozenset[str] = frozenset()
 
     def __init__(self, *, has_flash: bool = True):
         self.has_flash = has_flash
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
+        if dropout is not None or needs_query_blocks(q, k):
+            return attend_in_query_blocks(q, k, v, mask, dropout)
         if q.device.type != "cuda":
-            return attend_in_query_blocks(q, k, v, causal, dropout) if dropout is not None else _sdpa(q, k, v, causal)
+            return _sdpa(q, k, v)
         form = gpu_form(q.dtype, q.shape[-1], has_flash=self.has_flash)
-        if dropout is not None or form == "query blocks":
-            return attend_in_query_blocks(q, k, v, causal, dropout)
+        if form == "query blocks":
+            return attend_in_query_blocks(q, k, v, mask, None)
         if form == "copied heads":
             k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
         with sdpa_kernel(LINEAR_MEMORY):
-            return _sdpa(q, k, v, causal)
+            return _sdpa(q, k, v)
+
+
+def needs_query_blocks(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Return whether there are several queries and more keys than queries.
+
+    Kernels do not agree on where the causal diagonal is then, and torch's put it elsewhere than ``AttentionMask`` does.
+    """
+    return 1 < q.shape[1] < k.shape[1]
 
 
 def gpu_form(dtype: torch.dtype, head_dim: int, *, has_flash: bool) -> str:
@@ -99,7 +119,8 @@ def copy_heads(x: torch.Tensor, num_query: int) -> torch.Tensor:
     return x.repeat_interleave(copies, 2) if copies > 1 else x
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    causal = q.shape[1] == k.shape[1]  # otherwise there is one query, which sees all keys
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, n, d] -> [b, n, s, d]
     o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return o.transpose(1, 2)  # [b, n, s, d] -> [b, s, n, d]
@@ -108,13 +129,17 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
 class FlashCore:
     """One version of flash attention, for half precision on a GPU."""
 
+    supports: frozenset[str] = frozenset()
+
     def __init__(self, flash: FlashAttention):
         self.description, self.attend = flash.description, flash.attend
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
         assert dropout is None, "the configuration check refuses flash attention with attention dropout"
-        return self.attend(q, k, v, causal)
+        if needs_query_blocks(q, k):
+            return attend_in_query_blocks(q, k, v, mask, None)
+        return self.attend(q, k, v, q.shape[1] == k.shape[1])
 
 
 @dataclass(frozen=True)

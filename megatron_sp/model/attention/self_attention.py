@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.heads import HeadSplit
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.attention.unfused import AttentionDropout
@@ -28,7 +29,7 @@ class AttentionPlan:
     """The heads that this rank computes and the core that attends with them, wrapped for Ulysses or a ring.
 
     Args:
-        core: ``(q [b, t, n, d], k, v [b, t, g, d], **how) -> [b, t, n, d]`` on this rank's tokens.
+        core: ``(q [b, t, n, d], k, v [b, t, g, d], mask=..., **how) -> [b, t, n, d]`` on this rank's tokens.
         first_head: global number of the first query head that attention sees on this rank after any exchange.
     """
 
@@ -70,10 +71,11 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(query, width, bias=model.add_bias_linear, region=region, dtype=dtype)
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
-                cache: KeyValueCache | None = None, *, normalise: Norm) -> torch.Tensor:
+                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None, *, normalise: Norm) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]
 
         Args:
+            mask: which keys each query may see, for the whole sequences.
             normalise: the norm that is applied to x first. With groups and without tp, every group applies it
                 again, so that only x is kept for backward and not the normalised x too. With tp that would repeat
                 the communication of ``region.enter``, so the groups share one normalised x.
@@ -83,16 +85,16 @@ class Attention(nn.Module):
         if group_norm is None:
             x = self.region.enter(normalise(x))  # [b, s/sp(/tp), h] -> [b, s/sp, h]
         if by_groups:
-            parts = (recompute(self._group_output, group, group_norm, x, rotation, sample_ids)
+            parts = (recompute(self._group_output, group, group_norm, x, rotation, sample_ids, mask)
                      for group in self.groups)
             # Add in place and one by one, so that only the sum and one group's output exist at a time.
             return self.output.finish(functools.reduce(torch.Tensor.add_, parts))
         qkv = [project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value)]
-        o = self._attend(self.plan, qkv, rotation, sample_ids, cache)
+        o = self._attend(self.plan, qkv, rotation, sample_ids, mask, cache)
         return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
 
     def _group_output(self, group: AttentionPlan, normalise: Norm | None, x: torch.Tensor, rotation: Rotation | None,
-                      sample_ids: torch.Tensor) -> torch.Tensor:
+                      sample_ids: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         """Return what one group of heads adds to the output, [b, s/sp, h]; uses the group's rows of each projection."""
         def rows(heads: tuple[int, int], first: int) -> slice:
             return slice((heads[0] - first) * self.head_dim, (heads[1] - first) * self.head_dim)
@@ -103,11 +105,11 @@ class Attention(nn.Module):
         qkv = [
             F.linear(x, weight[part], None if bias is None else bias[part]).unflatten(-1, (-1, self.head_dim))
             for (weight, bias), part in ((self.query.local(), query), (self.key.local(), kv), (self.value.local(), kv))]
-        o = self._attend(group, qkv, rotation, sample_ids, None)
+        o = self._attend(group, qkv, rotation, sample_ids, mask, None)
         return F.linear(o.flatten(2), local_weight(self.output.weight)[:, query])
 
     def _attend(self, plan: AttentionPlan, qkv: list[torch.Tensor], rotation: Rotation | None,
-                sample_ids: torch.Tensor, cache: KeyValueCache | None) -> torch.Tensor:
+                sample_ids: torch.Tensor, mask: AttentionMask, cache: KeyValueCache | None) -> torch.Tensor:
         """Apply query and key norm, rotary positions and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]
 
         Args:
@@ -120,12 +122,9 @@ class Attention(nn.Module):
         if rotation is not None:
             q = apply_rotary(q, rotation, self.interleaved)
             k = apply_rotary(k, rotation, self.interleaved)
-        causal = True
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-            causal = k.shape[1] == q.shape[1]
-            assert causal or q.shape[1] == 1, "after the prompt, tokens are decoded one at a time"
         dropout = None
         if self.training and self.dropout.probability > 0:
             dropout = AttentionDropout(self.dropout, sample_ids, plan.first_head)
-        return plan.core(q, k, v, causal=causal, dropout=dropout)
+        return plan.core(q, k, v, mask=mask, dropout=dropout)

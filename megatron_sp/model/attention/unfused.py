@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sp.activations.recompute import recompute
+from megatron_sp.layout.attention_mask import AttentionMask
 from megatron_sp.layout.tiles import QUERY_BLOCK
 from megatron_sp.parallel.random import Dropout
 
@@ -73,18 +74,20 @@ def query_blocks(tokens: int) -> list[slice]:
     return [slice(first, min(first + QUERY_BLOCK, tokens)) for first in range(0, tokens, QUERY_BLOCK)]
 
 
-def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
+def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask,
                            dropout: AttentionDropout | None) -> torch.Tensor:
-    """Return attention o [b, s, n, d] with memory linear in s, because only q, k and v are kept for backward.
+    """Return attention o [b, t, n, d] with memory linear in the tokens, because only q, k and v are kept for backward.
 
     Backward computes each block again. It draws the same dropout mask, because the mask's generator is seeded by
     sample, head and query.
     """
     def attend(q_block: torch.Tensor, k_seen: torch.Tensor, v_seen: torch.Tensor, first: int) -> torch.Tensor:
-        return block_attention(q_block, k_seen, v_seen, first, causal, dropout)[0]
+        return block_attention(q_block, k_seen, v_seen, first, True, dropout)[0]
 
+    assert not mask.needs
+    earlier = k.shape[1] - q.shape[1]  # tokens whose keys are given, but not their queries
     outputs = []
     for block in query_blocks(q.shape[1]):
-        seen = block.stop if causal else k.shape[1]
-        outputs.append(recompute(attend, q[:, block], k[:, :seen], v[:, :seen], block.start))
+        seen = earlier + block.stop
+        outputs.append(recompute(attend, q[:, block], k[:, :seen], v[:, :seen], earlier + block.start))
     return torch.cat(outputs, dim=1)

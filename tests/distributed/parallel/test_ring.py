@@ -22,21 +22,20 @@ def check_ring() -> None:
     """Compare a ring with attention in one process: output and gradients of this rank's tokens, and bytes sent."""
     size, rank = dist.get_world_size(), dist.get_rank()
     kernels: tuple[BlockKernel, ...] = (UnfusedBlockKernel(), CPUFlashBlockKernel())
-    cases = itertools.product(kernels, (True, False), ((4, 4), (4, 2), (4, 1), (3, 2)),
-                              (True, False))
-    for kernel, zigzag, (n, g), causal in cases:
+    cases = itertools.product(kernels, (True, False), ((4, 4), (4, 2), (4, 1), (3, 2)))
+    for kernel, zigzag, (n, g) in cases:
         groups = tuple(i * g // n for i in range(n))
         generator = torch.Generator().manual_seed(0)
         whole = [torch.randn(2, TOKENS, count, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
                  for count in (n, g, g)]
         weight = torch.randn(2, TOKENS, n, WIDTH, dtype=torch.float64, generator=generator)
-        expected = match_heads(SDPACore(), groups)(*whole, causal=causal)
+        expected = match_heads(SDPACore(), groups)(*whole)
         gradients = torch.autograd.grad((expected * weight).sum(), whole)
         layout = SequenceLayout(TOKENS, ring=size, kind="zigzag" if zigzag else "contiguous")
         mine = torch.from_numpy(layout.positions(rank))
         local = [x.detach()[:, mine].clone().requires_grad_() for x in whole]
         ring = Ring(dist.distributed_c10d._get_default_group(), match_heads_in_kernel(kernel, groups), zigzag)
-        actual = RingAttention(ring)(*local, causal=causal)
+        actual = RingAttention(ring)(*local)
         torch.testing.assert_close(actual, expected[:, mine], rtol=1e-10, atol=1e-12)
         for x, y in zip(torch.autograd.grad((actual * weight[:, mine]).sum(), local), gradients, strict=True):
             torch.testing.assert_close(x, y[:, mine], rtol=1e-9, atol=1e-12)
@@ -49,7 +48,7 @@ def count_work() -> list[int]:
     ring, tokens = Ring(dist.distributed_c10d._get_default_group(), UnfusedBlockKernel()), 1024 // size
     pairs = 0
     for owner in range(size):
-        attended = ring.attended(owner, tokens, causal=True)
+        attended = ring.attended(owner, tokens)
         assert attended is not None
         queries, keys, masked = (len(range(*part.indices(tokens))) if isinstance(part, slice) else part
                                  for part in attended)

@@ -27,13 +27,14 @@ from megatron_sp.model.attention.block_kernels import (
     agrees_with_unfused,
     choose_block_kernel,
 )
-from megatron_sp.model.attention.cores import SDPACore, UnfusedCore, choose_core, gpu_form
+from megatron_sp.model.attention.cores import SDPACore, choose_core, gpu_form
 from megatron_sp.model.attention.flash import (
     FlashAttention,
     FlashSearch,
     find_flash_attention,
     installed_versions,
 )
+from megatron_sp.model.attention.unfused import block_attention
 from megatron_sp.model.kernels import choose_kernels, kernels_in_words
 from megatron_sp.model.norm import rms_norm
 from megatron_sp.model.norm_kernels import PACKAGES, choose_norm_kernels
@@ -68,11 +69,11 @@ def test_auto_takes_a_package_that_agrees(monkeypatch: pytest.MonkeyPatch, offse
 
 
 def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    return UnfusedCore()(q, k, v, causal=causal)
+    return block_attention(q, k, v, 0, causal, None)[0]
 
 
 def masks_wrongly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    return UnfusedCore()(q, k, v, causal=not causal)
+    return block_attention(q, k, v, 0, not causal, None)[0]
 
 
 def raises(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -148,7 +149,7 @@ def test_grouped_heads_reach_a_gpus_kernel_in_the_form_it_takes(monkeypatch: pyt
                                                                 heads: int) -> None:
     seen: list[tuple[int, int, bool]] = []
 
-    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         seen.append((k.shape[2], v.shape[2], torch.backends.cuda.math_sdp_enabled()))
         return q
 

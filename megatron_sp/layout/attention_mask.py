@@ -1,0 +1,121 @@
+"""Which keys each query may see. Pure arithmetic with the standard library; needs no torch.
+
+Every attention core, every wrapper of one (Ulysses, ring) and every block of a chunked sequence is given one
+``AttentionMask`` and asks it. No other module decides which keys a query sees.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+Range = tuple[int, int]
+
+#: What a mask may ask of an attention core beyond causal attention of s queries to the same s tokens. A core names in
+#: ``supports`` what it can do, and a run whose masks need more is refused before it starts.
+DOCUMENTS = "documents"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of attention that every kernel can compute: a range of queries and a range of keys.
+
+    Attributes:
+        queries, keys: half-open ranges of positions in the sequence.
+        causal: the two ranges are equal, and each query sees the keys up to its own position. Otherwise each query sees
+            all keys of the piece.
+    """
+
+    queries: Range
+    keys: Range
+    causal: bool
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Says which keys each query of a microbatch may see.
+
+    Positions count from the first key that attention is given. A query sees the key at its own position and those
+    before it that every field below allows, and no later one: all masks are causal.
+
+    **Contract of an attention core.** ``core(q, k, v, mask=..., dropout=...)`` is given q [b, t, n, d] and k, v
+    [b, t', g, d] with t <= t'. *The queries are the last t of the t' positions*: query i is at position t' - t + i.
+    Usually t = t'. When text is generated, or a sequence is computed in chunks, the keys of earlier tokens come first
+    and t < t'. The output of a query is softmax attention over exactly the keys that the mask allows, so a value at any
+    other key changes no bit of it. A core that supports less says so in ``supports``.
+
+    Ulysses gives a core whole sequences, so it passes the mask on unchanged. A ring, and whoever holds only some of the
+    queries or keys, asks ``pieces`` for what to compute and merges the results by their log-sum-exp. Two documents of
+    four tokens, computed in two chunks of queries (x: sees)::
+
+        position      0 1 2 3 4 5 6 7
+        query 0       x                       pieces(0, queries=(0, 6), keys=(0, 6)):
+              1       x x                         (0, 4) x (0, 4) causal
+              2       x x x                       (4, 6) x (4, 6) causal
+              3       x x x x
+              4               x
+              5               x x
+              6               x x x           pieces(0, queries=(6, 8), keys=(0, 8)):
+              7               x x x x             (6, 8) x (4, 6) all pairs
+                                                  (6, 8) x (6, 8) causal
+
+    A mask is an immutable Python object, equal on all ranks that share a sequence, and holds nothing of the size of the
+    sequence. So recomputation keeps it like any other argument, and FSDP and torch's pipeline, which move and split
+    tensors, leave it alone. Code that adds a rule (a window, a pattern of blocks) adds a field with a default that
+    allows everything, a name that cores declare, and its part in ``pieces``.
+
+    Attributes:
+        documents: for each sequence of the microbatch, the positions at which its documents start, ascending from 0. A
+            query sees only keys of its own document. Empty: each sequence is one document.
+    """
+
+    documents: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the names of what a core must support, beyond causal attention, to compute this mask."""
+        return frozenset([DOCUMENTS] if any(len(starts) > 1 for starts in self.documents) else [])
+
+    def ranges(self, row: int, within: Range) -> Iterator[Range]:
+        """Yield, in order, the part of each document of a sequence that lies within a range of positions.
+
+        Args:
+            row: number of the sequence in the microbatch.
+            within: half-open, not empty.
+        """
+        starts = self.documents[row] if self.documents else (0,)
+        position, following = within[0], bisect_right(starts, within[0])
+        while position < within[1]:
+            stop = min(starts[following], within[1]) if following < len(starts) else within[1]
+            yield position, stop
+            position, following = stop, following + 1
+
+    def pieces(self, row: int, queries: Range, keys: Range) -> list[Piece]:
+        """Return the pieces that make up the attention of some queries of a sequence to some of its keys.
+
+        No pair of a query and a key is in two pieces. Pairs that the mask forbids are in none, so a query may be in no
+        piece at all.
+
+        Args:
+            row: number of the sequence in the microbatch.
+            queries, keys: half-open ranges of positions; they may overlap in any way.
+        """
+        found = []
+        for start, stop in self.ranges(row, (min(queries[0], keys[0]), max(queries[1], keys[1]))):
+            first, last = max(start, queries[0]), min(stop, queries[1])
+            low, high = max(start, keys[0]), min(stop, keys[1])
+            if first >= last or low >= high:
+                continue
+            if low < min(first, high):  # keys before the first query
+                found.append(Piece((first, last), (low, min(first, high)), False))
+            own, end = max(low, first), min(high, last)
+            if own < end:  # tokens that are queries and keys
+                found.append(Piece((own, end), (own, end), True))
+                if end < last:
+                    found.append(Piece((end, last), (own, end), False))
+        return found
+
+
+#: Each sequence is one document: a query sees all keys up to its own position.
+CAUSAL = AttentionMask()
