@@ -171,7 +171,7 @@ class Precision:
 
     bf16: bool = flag(False, "Compute in bfloat16 with fp32 master weights.")
     fp16: bool = flag(False, "Compute in float16 with fp32 master weights and loss scaling.")
-    loss_scale: float = flag(0.0, "Static fp16 loss scale; default: dynamic.")
+    loss_scale: float = flag(0.0, "Static fp16 loss scale; 0 or default: dynamic.")
     initial_loss_scale: float = flag(2.0**24, "First dynamic fp16 loss scale (Megatron's default is 2^32).")
     min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
     loss_scale_window: int = flag(1000, "Steps without overflow after which the dynamic loss scale doubles.")
@@ -285,7 +285,7 @@ class Train:
     train_samples: int = flag(0, "Samples to train for.")
     train_tokens: int = flag(0, "Stop also after this many tokens.")
     exit_interval: int = flag(0, "Save and exit after an iteration divisible by this; 0: never.")
-    exit_duration_in_mins: float = flag(0.0, "Save and exit after this many minutes.")
+    exit_duration_in_mins: float = flag(0.0, "Save and exit after this many minutes; 0: never.")
     exit_signal_handler: bool = flag(True, "Save and exit on SIGTERM (always on; accepted for compatibility).")
     exit_signal: str = flag("SIGTERM", "One more signal on which a run saves a checkpoint and exits; SIGTERM and "
                                        "SIGUSR1 always do.",

@@ -31,10 +31,26 @@ def answer_tables(claims: Claims) -> None:
         claims.problems += [f"{flags}: {reason}." for flags, reason in _grouped(run_only, given)]
 
 
-def accepts_tokenizer(key: str, name: str, claims: Claims) -> bool:
+def accepts_value(key: str, name: str, claims: Claims) -> bool:
+    """Return whether a value that no choice of the field has been answered otherwise: by a note or a replacement."""
+    value = strip_quotes(claims.given[name][0]) if claims.given[name] else ""
+    if key == "data.tokenizer_type":
+        return _accepts_tokenizer(name, claims)
+    if key == "data.dataloader_type" and claims.plan:
+        claims.notes.append(f"{name} {value}: no part of a plan, but refused in a run; use single or cyclic.")
+        return True
+    if key == "parallel.distributed_backend" and value.lower() in tables.OTHER_BACKENDS:
+        claims.notes.append(f"{name} {value}: ranks communicate by nccl on GPUs and by gloo on CPUs; which one follows "
+                            "from the devices found.")
+        return True
+    if key.startswith("logging.") and not value and claims.given[name]:
+        claims.notes.append(f"{name} is empty, which is as good as without it.")
+        return True
+    return False
+
+
+def _accepts_tokenizer(name: str, claims: Claims) -> bool:
     """Return whether an unknown tokenizer has been answered: noted in a plan, refused with a replacement in a run."""
-    if key != "data.tokenizer_type":
-        return False
     kind = strip_quotes(claims.given[name][0])
     instead = {word.lower(): cure for word, cure in tables.FOREIGN_TOKENIZERS.items()}.get(kind.lower(), "")
     if claims.plan:
@@ -75,7 +91,8 @@ def _folded(text: str) -> str:
 
 def report_unknown(written: str, name: str, known: Iterable[str], claims: Claims) -> None:
     """Report an unknown flag, with the accepted flag that is one typing mistake away."""
-    near = nearest_flag(name, (flag for flag in known if flag not in tables.REFUSED and flag not in tables.RUN_ONLY))
+    useless = {*tables.REFUSED, *tables.RUN_ONLY, *tables.PARTLY_REFUSED, *tables.EXPERT_COMPANIONS}
+    near = nearest_flag(name, (flag for flag in known if flag not in useless))
     if near:
         claims.broken.add(near)
     hint = f"; did you mean {near}?" if near else "; --help lists all flags."

@@ -16,7 +16,8 @@ LARGEST_POWER = 32
 
 def translate_dialect(claims: Claims) -> None:
     """Add what Megatron means and does not say; a note names each such reading once."""
-    for step in (_recomputation, _stage_layers, _window, _same_data_twice, _gelu, _loss_mean, _loss_scale):
+    for step in (_recomputation, _zero_bubble, _stage_layers, _biases, _window, _same_data_twice, _gelu, _loss_mean,
+                 _loss_scale):
         step(claims)
 
 
@@ -57,8 +58,28 @@ def _loss_scale(claims: Claims) -> None:
                             f"--initial-loss-scale {2.0**scale:.0f} lets that start at 2^{scale:g}.")
 
 
+def _biases(claims: Claims) -> None:
+    """Read the two switches of Pai-Megatron-Patch for Qwen: together they leave biases on q, k and v alone."""
+    pair = ("--disable-bias-linear-fc", "--disable-bias-attn-fc")
+    given = [flag for flag in pair if flag in claims.given]
+    if not given or claims.claimed("model.add_bias_linear", True) is False:
+        return
+    if len(given) == 1:
+        claims.problems.append(f"{given[0]}: the bias of one of the two output layers cannot be switched off alone; "
+                               f"give {' and '.join(pair)} for biases on q, k and v alone, or --disable-bias-linear "
+                               "for no biases.")
+        return
+    claims.claim("model.add_bias_linear", False, " ".join(pair))
+    claims.claim("model.add_qkv_bias", True, " ".join(pair))
+    claims.notes.append(f"{' '.join(pair)} is read as --disable-bias-linear --add-qkv-bias: biases on q, k and v "
+                        "alone, as in Qwen.")
+
+
 def _recomputation(claims: Claims) -> None:
-    """Turn recomputation on by old Megatron's method alone, and note that DeepSpeed's switch alone does not."""
+    """Turn recomputation on by old Megatron's method alone, and note that DeepSpeed's switch alone does not.
+
+    Flags that ask for different recomputation are no contradiction, because no result depends on them: "full" counts.
+    """
     key, method, deepspeed = ("memory.recompute_granularity", "--activations-checkpoint-method",
                               "--deepspeed-activation-checkpointing")
     if method in claims.values.get("memory.recompute_method", {}) and claims.claimed(key) is None:
@@ -68,6 +89,35 @@ def _recomputation(claims: Claims) -> None:
     if deepspeed in claims.given and claims.claimed(key) is None:
         claims.notes.append(f"{deepspeed} alone has no effect, as in Megatron-DeepSpeed; add --checkpoint-activations "
                             "to recompute activations.")
+    spelled = claims.values.get(key, {})
+    if len(set(spelled.values())) > 1:
+        claims.notes.append(f"{' and '.join(spelled)} ask for different recomputation; whole layers are recomputed "
+                            "(--recompute-granularity full), which needs the least memory. No result depends on it.")
+        claims.claim_alone(key, "full", next(name for name, value in spelled.items() if value == "full"))
+    if any(strip_quotes(word).lower() == "chunk" for word in claims.given.get("--recompute-method", [])):
+        claims.notes.append("--recompute-method chunk is run as block: the first --recompute-num-layers layers of each "
+                            "pipeline stage are recomputed. No result depends on it.")
+    if "--checkpoint-in-cpu" in claims.given:
+        if claims.claimed(key):
+            claims.claim("memory.offload_activations", 1.0, "--checkpoint-in-cpu")
+        else:
+            claims.notes.append("--checkpoint-in-cpu has no effect without --checkpoint-activations: nothing is "
+                                "recomputed.")
+
+
+def _zero_bubble(claims: Claims) -> None:
+    """Run 1F1B where the switches of zero-bubble forks are given and a zero-bubble schedule is impossible here."""
+    key = "parallel.pipeline_schedule"
+    flags = [name for name in claims.values.get(key, {}) if name.startswith("--enable-zb")]
+    if not flags or "--pipeline-schedule" in claims.given:
+        return
+    reason = ("there is one pipeline stage" if claims.claimed("parallel.pp", 1) < 2 else
+              "zero-bubble schedules cannot recompute activations" if claims.claimed("memory.recompute_granularity")
+              else "zero-bubble schedules do not go with ZeRO stage 3" if claims.claimed("parallel.zero_stage") == 3
+              else "")
+    if reason:
+        claims.values.pop(key)
+        claims.notes.append(f"{', '.join(flags)}: 1F1B is run instead, because {reason}. No result depends on it.")
 
 
 def _window(claims: Claims) -> None:
@@ -112,10 +162,24 @@ def _stage_layers(claims: Claims) -> None:
         if layers and stages > 1:
             _uneven_ends(claims, first, last, stages, layers)
         return
+    _padded_layers(claims, stages, layers)
     counted = {flag: flag in claims.given for flag in (
         "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")}
     if any(counted.values()) and layers and stages > 1:
         _counted_ends(claims, counted, stages, layers)
+
+
+def _padded_layers(claims: Claims, stages: int, layers: int | None) -> None:
+    """Drop a number of layers per stage that does not divide, where a fork would add empty layers to make it divide."""
+    key, flag = "parallel.layers_per_virtual_stage", "--allow-padding-num-layers"
+    each = claims.claimed(key)
+    if flag not in claims.given or not each or not layers or stages < 2 or layers % (stages * each) == 0:
+        return
+    per_rank = max(1, layers // (stages * each))
+    claims.values.pop(key)
+    claims.claim("parallel.stages_per_rank", per_rank, flag)
+    claims.notes.append(f"{flag}: no empty layers are added; the {layers} layers are spread over {stages} x {per_rank} "
+                        "pipeline stages of almost equal work.")
 
 
 def _uneven_ends(claims: Claims, first: int | None, last: int | None, stages: int, layers: int) -> None:

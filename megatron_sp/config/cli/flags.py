@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_sp.config.cli import tables
-from megatron_sp.config.cli.answers import accepts_tokenizer, answer_tables, report_unknown
+from megatron_sp.config.cli.answers import accepts_value, answer_tables, report_unknown
 from megatron_sp.config.cli.claims import Claims
 from megatron_sp.config.cli.foreign import PRESET, foreign_flags, translate
 from megatron_sp.config.cli.options import Option, normalise, schema_options, sections
@@ -161,7 +161,7 @@ def _claim_schema(options: dict[str, Option], claims: Claims) -> None:
             try:
                 value = option.convert(claims.given[name])
             except ValueError as error:
-                if not accepts_tokenizer(option.key, name, claims):
+                if not accepts_value(option.key, name, claims):
                     claims.problems.append(f"{name}: {error}.")
                 claims.broken |= {name, option.flag}
                 continue

@@ -36,7 +36,6 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "--RMSNorm": ("model.normalization", "RMSNorm"),
     "--use-rotary-position-embeddings": ("model.position_embedding_type", "rope"),
     "--use-llama2-rotary-position-embeddings": ("model.position_embedding_type", "rope"),
-    "--checkpoint-in-cpu": ("memory.offload_activations", 1.0),
     "--checkpoint-activations": ("memory.recompute_granularity", "full"),
     "--recompute-activations": ("memory.recompute_granularity", "selective"),
     "--enable-zb-runtime": ("parallel.pipeline_schedule", "zero-bubble"),
@@ -85,6 +84,12 @@ OTHERS: dict[str, Foreign] = {
                                                       "(--pipeline-layers)."),
     "--decoder-last-pipeline-num-layers": Foreign(1, "Layers of the last pipeline rank; the others share the rest "
                                                      "(--pipeline-layers)."),
+    "--checkpoint-in-cpu": Foreign(0, "Keep the inputs of recomputed layers in host memory (--offload-activations); no "
+                                      "effect without recomputation."),
+    "--disable-bias-linear-fc": Foreign(0, "With --disable-bias-attn-fc: biases on q, k and v alone "
+                                           "(--disable-bias-linear --add-qkv-bias). Refused alone."),
+    "--disable-bias-attn-fc": Foreign(0, "With --disable-bias-linear-fc: biases on q, k and v alone "
+                                         "(--disable-bias-linear --add-qkv-bias). Refused alone."),
     "--account-for-embedding-in-pipeline-split": Foreign(0, "The first pipeline stage gets one layer less."),
     "--account-for-loss-in-pipeline-split": Foreign(0, "The last pipeline stage gets one layer less."),
     "--sliding-window": Foreign(1, "No effect at --seq-length or more; else refused."),

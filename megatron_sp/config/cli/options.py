@@ -14,6 +14,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
     "model.position_embedding_type": {"rotary": "rope", "learned": "learned_absolute", "absolute": "learned_absolute"},
     "optimizer.optimizer": {"fusedadam": "adam", "fusedadamw": "adamw", "cpu-adam": "adam", "torch-adam": "adam",
                             "apex-adam": "adam"},
+    "memory.recompute_method": {"chunk": "block"},
 }
 
 #: Field -> choices of other frameworks that are not supported -> the reason and a cure.
@@ -24,7 +25,6 @@ REFUSED_CHOICES: dict[str, dict[str, str]] = {
     "optimizer.optimizer": dict.fromkeys(
         ("muon", "dist_muon", "adaptive_muon", "lion", "soap"), "not supported here; use adam or sgd"),
     "data.dataloader_type": {"external": "not supported here; use single or cyclic"},
-    "memory.recompute_method": {"chunk": "not supported here; use uniform with --recompute-num-layers N, or block"},
 }
 
 

@@ -146,9 +146,9 @@ REFUSED: dict[str, Refusal] = {
     **_refuse("mup", 0, _NO_MUP),
     **_refuse("mup-attn-mult mup-input-mult mup-output-mult", "?", _NO_MUP, "1"),
     **_refuse("adjust-word-embedding-init", 0,
-              "this initialisation is not supported; use --embedding-init-method-std"),
-    **_refuse("disable-bias-attn-fc disable-bias-linear-fc", 0,
-              "biases of single layers cannot be switched off; use --disable-bias-linear"),
+              "it does not say how large the embedding's initial values are; give their standard deviation with "
+              "--word-embedding-init-std X beside it, or with --embedding-init-method-std X instead",
+              not_beside="--word-embedding-init-std"),
     **_refuse("quick-geglu", 0, "this activation is not supported; use --swiglu"),
     **_refuse("apply-residual-connection-post-layernorm", 0,
               "the residual connection always leaves before the norm layer; leave it out"),
@@ -241,6 +241,12 @@ RUN_ONLY: dict[str, Refusal] = {
               "flags are not read from checkpoints; repeat the model's flags (config.json beside the checkpoints lists "
               "them)", only_with="--load"),
 }
+
+#: Flags of which only values that change nothing are accepted; no message may advise them.
+PARTLY_REFUSED = ("--num-experts", "--sliding-window", "--window-size")
+
+#: Values of --distributed-backend for other devices: they say how ranks communicate, which changes no result.
+OTHER_BACKENDS = ("mpi", "ccl", "hccl", "xccl", "cncl", "ucc", "smddp")
 
 #: Tokenizers of other frameworks -> what to use in a run instead. A plan accepts any name.
 FOREIGN_TOKENIZERS: dict[str, str] = {

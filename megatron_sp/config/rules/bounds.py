@@ -52,7 +52,8 @@ BOUNDS: dict[str, Bound] = {
               "sequence_split devices_per_node"),
     "parallel.zero_stage": Bound(low=0, high=3),
     "parallel.distributed_timeout_minutes": Bound(low=0, high=525_600, low_open=True),  # a year
-    **_bounds(POSITIVE, "precision", "loss_scale initial_loss_scale min_loss_scale"),
+    **_bounds(POSITIVE, "precision", "initial_loss_scale min_loss_scale"),
+    "precision.loss_scale": NOT_NEGATIVE,
     **_bounds(POSITIVE_INT, "precision", "loss_scale_window hysteresis"),
     "data.seq_length": POSITIVE_INT,
     "data.num_workers": NOT_NEGATIVE,
@@ -67,14 +68,14 @@ BOUNDS: dict[str, Bound] = {
     "schedule.lr_warmup_fraction": SHARE,
     **_bounds(POSITIVE_INT, "train", "micro_batch_size global_batch_size train_iters train_samples "
               "gradient_accumulation_steps eval_interval"),
-    "train.exit_duration_in_mins": POSITIVE,
+    "train.exit_duration_in_mins": NOT_NEGATIVE,
     "train.seed": Bound(low=0, high=2**32 - 1),  # numpy's
     "train.eval_iters": NOT_NEGATIVE,
     "train.rampup_batch_size": POSITIVE_INT,
     **_bounds(NOT_NEGATIVE, "train", "check_replicas manual_gc_interval exit_interval"),
     **_bounds(POSITIVE_INT, "memory", "recompute_num_layers loss_tile_size mlp_tile_size attention_head_groups"),
     "memory.offload_activations": Bound(low=0, high=1),
-    "checkpoint.save_interval": POSITIVE_INT,
+    "checkpoint.save_interval": NOT_NEGATIVE,
     "checkpoint.ckpt_step": NOT_NEGATIVE,
     **_bounds(POSITIVE_INT, "logging", "log_interval tensorboard_log_interval tensorboard_queue_size"),
     "logging.timing_log_level": Bound(low=0, high=2),

@@ -129,7 +129,7 @@ def check_checkpoint(run: Run) -> list[str]:
     checkpoint = run.checkpoint
     found = []
     if checkpoint.save and not checkpoint.save_interval:
-        found.append("--save-interval is required with --save.")
+        found.append("--save-interval N of 1 or more is required with --save.")
     if checkpoint.ckpt_step and not checkpoint.load:
         found.append(f"--ckpt-step {checkpoint.ckpt_step} needs --load.")
     if checkpoint.exit_on_missing_checkpoint and not checkpoint.load:

@@ -18,7 +18,8 @@ def check_pipeline(run: Run) -> list[str]:
     if parallel.pp == 1:
         schedule = parallel.pipeline_schedule
         used = {f"--pipeline-schedule {schedule}": schedule not in ("1f1b", "interleaved"),
-                "--num-virtual-stages-per-pipeline-rank": per_rank > 1 and schedule in ("1f1b", "interleaved"),
+                "--num-virtual-stages-per-pipeline-rank": per_rank > 1 and schedule in ("1f1b", "interleaved") and (
+                    not parallel.layers_per_virtual_stage),
                 "--num-layers-per-virtual-pipeline-stage": parallel.layers_per_virtual_stage,
                 "--pipeline-layers": parallel.pipeline_layers}
         return [f"{flag} needs --pipeline-model-parallel-size 2 or more." for flag, is_used in used.items() if is_used]

@@ -68,9 +68,13 @@ def _converted(first: str, second: str) -> str:
 
 
 def _warmup_is_shorter(run: Run) -> list[str]:
-    """Return a problem where the warm-up does not end before the decay does; constant rates have no decay."""
+    """Return a problem where the warm-up does not end before the decay does; constant rates have no decay.
+
+    A horizon in tokens may be shorter, as in Megatron-DeepSpeed; ``horizon_notes`` says what follows.
+    """
     warmup, decay = _warmup(run), _horizon(run)
-    if run.schedule.lr_decay_style == "constant" or warmup is None or decay is None or warmup[2] < decay[2]:
+    if run.schedule.lr_decay_style == "constant" or warmup is None or decay is None or warmup[2] < decay[2] or (
+            run.schedule.lr_decay_tokens):
         return []
     return [f"{warmup[0]} {warmup[1]} must be less than the decay horizon {decay[0]} {decay[1]}"
             f"{_converted(warmup[0], decay[0])}."]
@@ -117,7 +121,14 @@ def check_weight_decay(run: Run) -> list[str]:
 
 
 def horizon_notes(run: Run) -> list[str]:
-    """Return a note where the batch grows and iterations therefore mean fewer samples than in Megatron."""
+    """Return notes on a decay that ends with the warm-up, and on iterations that mean fewer samples than in Megatron.
+    """
+    warmup, decay = _warmup(run), _horizon(run)
+    if run.schedule.lr_decay_tokens and warmup and decay and warmup[2] >= decay[2] and (
+            run.schedule.lr_decay_style != "constant"):
+        return [f"{decay[0]} {decay[1]} are over before the warm-up of {warmup[0]} {warmup[1]} is: the learning rate "
+                f"falls to --min-lr {run.schedule.min_lr:g} right after the warm-up, as in Megatron-DeepSpeed. Is a "
+                "factor missing?"]
     iterations, train = run.schedule.lr_decay_iters, run.train
     if not iterations or iterations == train.train_iters or not train.step_batch_size_schedule:
         return []

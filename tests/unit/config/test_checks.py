@@ -254,7 +254,8 @@ def test_precision():
 
 
 def test_checkpoint():
-    assert one("--save out") == "--save-interval is required with --save."
+    assert one("--save out") == "--save-interval N of 1 or more is required with --save."
+    assert one("--save out --save-interval 0") == one("--save out")
     assert "needs --load" in one("--ckpt-step 5")
     assert not problems("--save out --save-interval 5 --load in --ckpt-step 5")
 
@@ -333,7 +334,7 @@ def test_everything_that_is_missing_is_reported_together(tmp_path, monkeypatch):
             f"--save {tmp_path}/file/out --load {tmp_path}/gone --exit-on-missing-checkpoint --hidden-size 60")
     found = problems(line, base=BASE.replace("--mock-data --vocab-size 512", "--train-iters 10"), files=True)
     for part in ("--hidden-size 60", "--vocab-file v", "--merge-file m", f"{tmp_path}/B.idx does not exist",
-                 "pip install tensorboard", "pip install wandb", "--save-interval is required",
+                 "pip install tensorboard", "pip install wandb", "--save-interval N of 1 or more is required",
                  f"{tmp_path}/file is not a directory", "--load"):
         assert [problem for problem in found if part in problem], part
     assert len(found) == 9

@@ -5,13 +5,15 @@ The lines are made up for these tests, each with the flags that scripts of its k
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from megatron_sp.config.cli.answers import nearest_flag
 from megatron_sp.config.cli.flags import parse
-from megatron_sp.config.cli.tables import HINTS
+from megatron_sp.config.cli.options import REFUSED_CHOICES, normalise
+from megatron_sp.config.cli.tables import FOREIGN_TOKENIZERS, HINTS, IGNORED, PARTLY_REFUSED, REFUSED, RUN_ONLY
 from megatron_sp.config.load import load_run
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError
@@ -66,6 +68,21 @@ LINES = {
     "accumulation": (4, f"{BASE} --gas 3", "train.global_batch_size=24"),
     "zero-bubble": (4, f"{BASE} --pipeline-model-parallel-size 4 --enable-zbh1-pipeline --enable-zbh1-exact-semantics "
                     "--allow-padding-num-layers --interleave-group-size 4", "parallel.pipeline_schedule='zero-bubble'"),
+    "layers of a fork's padding": (4, f"{BASE} --num-layers 30 --pipeline-model-parallel-size 4 "
+                                   "--num-layers-per-virtual-pipeline-stage 2 --allow-padding-num-layers "
+                                   "--micro-batch-size 1 --global-batch-size 8", "parallel.stages_per_rank=3"),
+    "zero-bubble and recomputation": (4, f"{BASE} --pipeline-model-parallel-size 4 --enable-zb-runtime "
+                                      "--recompute-granularity full --recompute-method chunk "
+                                      "--global-batch-size 16", "parallel.pipeline_schedule='1f1b' "
+                                      "memory.recompute_method='block'"),
+    "qwen's biases": (1, f"{BASE} --swiglu --disable-bias-linear-fc --disable-bias-attn-fc",
+                      "model.add_bias_linear=False model.add_qkv_bias=True"),
+    "spike-free initialisation": (1, f"{BASE} --adjust-word-embedding-init --word-embedding-init-std 0.6",
+                                  "model.embedding_init_method_std=0.6"),
+    "zeros that mean never": (1, f"{BASE} --fp16 --loss-scale 0 --exit-duration-in-mins 0 --exit-interval 0 --save s "
+                              "--save-interval 0", "precision.loss_scale=0.0 train.exit_duration_in_mins=0.0"),
+    "other devices": (1, f"{BASE} --distributed-backend hccl --dataloader-type external",
+                      "parallel.distributed_backend=''"),
     "window of the whole sequence": (1, f"{BASE} --sliding-window 512 --window-size 511,0 --window-size 600,0",
                                      "data.seq_length=512"),
     "nothing to exit": (1, f"{BASE} --exit-interval 0 --epochs-unused-by-nobody", ""),
@@ -129,6 +146,15 @@ def test_gelu_of_megatrons_flags_is_the_approximation_and_says_so() -> None:
     ("--no-load-rng --no-save-rng", "checkpoints hold no random state"),
     ("--data-path a --train-data-path a", "--train-data-path names the same data as --data-path"),
     ("--step-batch-size-schedule 0:2 8K:8 --lr-decay-iters 50", "Megatron counts every iteration with the last batch"),
+    ("--lr-decay-tokens 260 --lr-warmup-iters 30", "falls to --min-lr 0 right after the warm-up"),
+    ("--recompute-granularity full --recompute-activations", "ask for different recomputation"),
+    ("--checkpoint-activations --recompute-granularity selective", "ask for different recomputation"),
+    ("--checkpoint-in-cpu", "no effect without --checkpoint-activations"),
+    ("--enable-zb-runtime", "1F1B is run instead, because there is one pipeline stage"),
+    ("--recompute-granularity full --recompute-method chunk", "is run as block"),
+    ("--distributed-backend ccl", "nccl on GPUs"), ("--dataloader-type external", "refused in a run"),
+    ("--wandb-project=", "--wandb-project is empty"),
+    ("--disable-bias-linear-fc --disable-bias-attn-fc", "--disable-bias-linear --add-qkv-bias"),
 ])
 def test_what_differs_is_said_once(flags: str, said: str) -> None:
     _, notes = planned(f"{BASE} {flags}")
@@ -187,7 +213,8 @@ def test_layers_that_do_not_divide_can_be_given_as_the_message_says() -> None:
     ("--decoder-first-pipeline-num-layers 3 --pipeline-model-parallel-size 4", "leaves 5 of --num-layers 8 for the 3"),
     ("--gas 4 --global-batch-size 4", "--gas 4 and --global-batch-size 4 contradict each other"),
     ("--num-distributed-optimizer-instances 3", "is not the data- and sequence-parallel size 4"),
-    ("--recompute-method chunk --recompute-granularity full", "use uniform with --recompute-num-layers"),
+    ("--disable-bias-attn-fc", "give --disable-bias-linear-fc and --disable-bias-attn-fc"),
+    ("--adjust-word-embedding-init", "--word-embedding-init-std X"),
     ("--profile-steps 3", "give START,END"),
     ("--profile stray", "'stray' belongs to no flag")])
 def test_refusals(line: str, part: str) -> None:
@@ -224,13 +251,26 @@ def test_a_run_accepts_what_does_nothing(flags: str) -> None:
     load_run(f"{RUN} {flags}".split(), 1, files=False)
 
 
+def test_no_cure_names_a_refused_flag() -> None:
+    refused = {**REFUSED, **RUN_ONLY}
+    texts = {name: entry.reason for name, entry in refused.items()}
+    texts |= {name: reason for name, (_, reason) in IGNORED.items()} | FOREIGN_TOKENIZERS
+    texts |= {word: cure for words in REFUSED_CHOICES.values() for word, cure in words.items()}
+    for name, text in texts.items():
+        for flag in re.findall(r"--[A-Za-z][\w-]*", text):
+            assert normalise(flag) not in refused and flag not in PARTLY_REFUSED, (name, flag)
+            assert not any("Unknown" in problem for problem in parse([flag, "1"]).problems), (name, flag)
+
+
 # --- guesses -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("written, meant", [
     ("--hiden-size", "--hidden-size"), ("--tensor-parallel-size", "--tensor-model-parallel-size"),
     ("--sequence-paralle", "--sequence-parallel"), ("--microbatch-size", "--micro-batch-size"),
+    ("--num-expert", ""), ("--sliding-windw", ""),
     ("--ds-fused-sgd", ""), ("--widow-length", ""), ("--fp32-something", ""), ("--size", "")])
 def test_guesses_at_typing_mistakes(written: str, meant: str) -> None:
+    assert (f"did you mean {meant}?" in parse([written]).problems[0]) == bool(meant)
     known = ["--hidden-size", "--tensor-model-parallel-size", "--sequence-parallel", "--micro-batch-size",
              "--ring-size", *HINTS]
     assert nearest_flag(written, known) == meant

@@ -122,7 +122,7 @@ def test_all_problems_come_together():
 @pytest.mark.parametrize("line", ["--hidden-size 0", "--tensor-model-parallel-size -2", "--attention-dropout 1.0",
                                   "--hidden-dropout -0.1", "--global-batch-size 0", "--zero-stage 4", "--lr 0",
                                   "--rotary-percent 1.5", "--rampup-batch-size 8 0 100", "--adam-beta2 1",
-                                  "--save-interval 0", "--timing-log-level 3", "--eval-iters -1"])
+                                  "--save-interval -1", "--timing-log-level 3", "--eval-iters -1"])
 def test_values_out_of_bounds(line):
     (problem,) = problems(line)
     assert problem.startswith(line) and "must be" in problem
@@ -211,7 +211,6 @@ def test_query_groups_without_megatrons_switch_are_ignored_with_a_warning():
     "--norm-epsilon 1e-5 --layernorm-epsilon 1e-6",
     "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
     "--RMSNorm --normalization LayerNorm",
-    "--recompute-activations --checkpoint-activations",
     "--context-parallel-size 2 --cp-comm-type a2a --ulysses-size 4",
     "--attention-head-type multiquery --group-query-attention --num-query-groups 2",
     "--use-torch-fsdp2 --data-parallel-sharding-strategy optim --zero-stage 3",
@@ -264,7 +263,7 @@ def test_dense_models_with_expert_flags():
     ("--batch-size 4", "train.micro_batch_size", 4), ("--model-parallel-size 2", "parallel.tp", 2),
     ("--warmup 0.01", "schedule.lr_warmup_fraction", 0.01), ("--gas 8", "train.gradient_accumulation_steps", 8),
     ("--rotary-scale-factor 4", "model.rotary_seq_len_interpolation_factor", 4.0),
-    ("--enable-zb-runtime", "parallel.pipeline_schedule", "zero-bubble"),
+    ("--pipeline-model-parallel-size 2 --enable-zb-runtime", "parallel.pipeline_schedule", "zero-bubble"),
     ("--num-distributed-optimizer-instances 2", "parallel.fsdp_replicas", 2), ("--exit-interval 0",
                                                                                "train.exit_interval", 0),
     ("--encoder-num-layers 3", "model.num_layers", 3), ("--profile pt", "logging.profile", True),
