@@ -7,6 +7,7 @@
 #   bash tests/run.sh parity-all             300 random layouts against one process; LAYOUTS=n SEED=n choose others
 #   bash tests/run.sh tests/unit/test_x.py -k name    any paths and options of pytest
 #
+# Whole parts run in two workers, each with its own files, because most tests keep one core busy (WORKERS=n: in n).
 # VENV and PYTHON choose the environment, TORCH=2.11.0 the oldest supported torch, with which types are not checked
 # (see tools/make_venv.sh). The exit status is 0 when lint, types and tests all pass; the tests run also when lint or
 # types fail.
@@ -17,14 +18,15 @@ cd "$root"
 export OMP_NUM_THREADS=1
 
 arguments=()
+workers=(-n "${WORKERS:-2}" --dist loadfile)
 slow=(-m "not slow")
 for word in "$@"; do
     case $word in
         all) slow=() ;;
         unit | distributed | parity | integration | cluster | gpu) arguments+=("tests/$word") ;;
-        parity-all) arguments+=(tests/parity/test_matrix.py --long "${LAYOUTS:-300}" --long-seed "${SEED:-1}") ;;
-        -h | --help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-        *) arguments+=("$word") ;;
+        parity-all) workers=() && arguments+=(tests/parity/test_matrix.py --long "${LAYOUTS:-300}" --long-seed "${SEED:-1}") ;;
+        -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        *) workers=() && arguments+=("$word") ;;
     esac
 done
 
@@ -37,5 +39,5 @@ if [ -z "${TORCH:-}" ]; then
     "$python" -m mypy || failed=1
 fi
 echo "== pytest ${arguments[*]-}"
-"$python" -m pytest ${slow[@]+"${slow[@]}"} ${arguments[@]+"${arguments[@]}"} || failed=$?
+"$python" -m pytest ${workers[@]+"${workers[@]}"} ${slow[@]+"${slow[@]}"} ${arguments[@]+"${arguments[@]}"} || failed=$?
 exit "$failed"

@@ -124,7 +124,7 @@ class _Transfer:
 
 
 class _StartAllToAll(torch.autograd.Function):
-    """Starts an all-to-all and returns an empty tensor, which makes ``_FinishAllToAll`` depend on the inputs."""
+    """Starts an all-to-all; returns a tensor without elements that makes ``_FinishAllToAll`` depend on the inputs."""
 
     @staticmethod
     def forward(ctx: Any, transfer: _Transfer, *tensors: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ class _FinishAllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
         transfer: _Transfer = ctx.transfer
         transfer.finish = transfer.channel.start_all_to_all(grads, transfer.change.backwards())
-        # Autograd needs a gradient of the empty tensor. _StartAllToAll.backward returns the gradients of the inputs.
+        # Autograd needs a gradient for that tensor too. _StartAllToAll.backward returns the gradients of the inputs.
         return None, grads[0].new_empty(0)
 
 
