@@ -6,6 +6,7 @@ prints what a run will do and need, and starts nothing.
 
 import time
 
+from megatron_sp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_sp.config.cli.plan_flags import split_plan_flags
 from megatron_sp.config.load import load_run
 from megatron_sp.runtime import launch_environment, run_program
@@ -20,12 +21,13 @@ def main(argv: list[str]) -> int:
         from megatron_sp.plan.dry_run import dry_run
 
         return dry_run(plan, argv, environment.world_size, environment.local_world_size) if environment.rank == 0 else 0
+    argv, taken = with_checkpoint_args(argv)
     run, notes = load_run(argv, environment.world_size, devices_per_node=environment.local_world_size)
     signals = StopSignals.of(run)   # before the slow import of torch, so that no signal is missed
 
     from megatron_sp.train.setup import pretrain
 
-    return pretrain(run, environment, signals, notes, started=started)
+    return pretrain(run, environment, signals, [*taken, *notes], started=started)
 
 
 if __name__ == "__main__":

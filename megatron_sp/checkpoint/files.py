@@ -7,8 +7,10 @@
     SAVE/run.lock                              which run writes here now (see lock.py)
     SAVE/iter_0000008/manifest.json            name, size and checksum of every other file
     SAVE/iter_0000008/state.json, .metadata, *.distcp
+    SAVE/iter_0000008/tokenizer/*              copies of the tokenizer's files
     SAVE/iter_0000016.building/                a save that has not finished
     SAVE/iter_0000016.replaced/                the earlier checkpoint of an iteration that is saved again
+    SAVE/iter_0000004.removing/                an old checkpoint that is being deleted
 
 ``iter_N`` and ``iter_N.replaced`` are complete when they hold a manifest, because a save writes the manifest last and
 only then takes away the suffix ``.building``.
@@ -31,9 +33,18 @@ STATE = "state.json"
 CONFIG = "config.json"
 BUILDING = ".building"
 REPLACED = ".replaced"
+REMOVING = ".removing"
+TOKENIZER = "tokenizer"
 FORMAT = 1
 
+#: Names of the files that a save writes into its ``.building`` directory.
+OWN_FILE = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|(state|manifest)\.json(\.building)?|{TOKENIZER}/[^/]+")
+
 _READ_SIZE = 1 << 24
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint of this program whose files are not what the save wrote."""
 
 
 @dataclass(frozen=True)
@@ -77,67 +88,129 @@ def complete_iterations(directory: Path) -> list[int]:
 
 
 def directories_without_manifest(directory: Path, *, after: int = -1) -> list[str]:
-    """Return the names of ``iter_N`` directories without a manifest, for example those that Megatron-LM wrote.
+    """Return the names of ``iter_N`` directories that other programs wrote, for example Megatron-LM.
 
     Args:
         after: leave out this iteration and earlier ones.
     """
     return [path.name for iteration, path in iteration_directories(directory).items()
-            if iteration > after and not (path / MANIFEST).is_file()]
+            if iteration > after and not is_ours(path)]
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether this program wrote an ``iter_N`` directory: it has a manifest, or only the manifest is lost."""
+    return (path / MANIFEST).is_file() or (
+        (path / STATE).is_file() and all(OWN_FILE.fullmatch(name) for name in file_names(path)))
 
 
 def read_tracker(directory: Path) -> int | None:
     """Return the iteration that the tracker names; None when there is no tracker.
 
     Raises:
-        CheckpointError: the tracker cannot be read or holds something else than a number.
+        DamagedCheckpoint: it holds something else than a number.
+        CheckpointError: it cannot be read.
     """
     path = directory / TRACKER
     try:
         text = path.read_text().strip()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpoint(f"cannot read the tracker {path}: {error}") from None
+    except OSError as error:
         raise CheckpointError(f"cannot read the tracker {path}: {error}") from None
-    if not re.fullmatch(r"[0-9]+", text):
-        raise CheckpointError(f"the tracker {path} holds {text[:40]!r}, not an iteration; {choices(directory)}")
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise DamagedCheckpoint(f"the tracker {path} holds {text[:40]!r}, not an iteration; {choices(directory)}")
     return int(text)
 
 
 def find_checkpoint(directory: str | Path, iteration: int | None = None) -> FoundCheckpoint | None:
-    """Find the checkpoint to load: that of ``iteration``, else the tracker's, else the newest complete one.
+    """Find the checkpoint to load; see ``find_candidates``, of which this is the first."""
+    found = find_candidates(directory, iteration)
+    return found[0] if found else None
 
-    The last case occurs when a run was killed during its first save, after the checkpoint was complete and before the
-    tracker was written.
+
+def find_candidates(directory: str | Path, iteration: int | None = None) -> list[FoundCheckpoint]:
+    """Find the checkpoint to load, and the earlier ones to load instead if it is damaged.
+
+    The checkpoint is that of ``iteration`` or of a directory ``.../iter_N``; then it has no substitutes. Otherwise it
+    is the one that the tracker names. Where the tracker is missing, as after a kill during the first save, or damaged,
+    or names a checkpoint that is not there, it is the newest complete one that is not newer than the tracker says.
+
+    Args:
+        directory: the ``--save`` directory of a run, or the directory of one checkpoint.
 
     Returns:
-        the checkpoint, or None when the directory holds nothing that looks like one
+        the checkpoints, best first; empty when the directory holds nothing that looks like one
 
     Raises:
-        CheckpointError: the tracker cannot be read, the checkpoint it names is missing or incomplete, or there are
-            only directories that this program did not finish.
+        CheckpointError: the checkpoint of ``iteration`` is missing or incomplete, or there are only directories that
+            this program did not finish.
     """
-    directory = Path(directory)
+    source = f"--ckpt-step {iteration}" if iteration is not None else f"--load {directory}"
+    directory, iteration = split_directory(directory, iteration)
     complete = complete_checkpoints(directory)
-    named = iteration if iteration is not None else read_tracker(directory)
-    notes = []
-    if named is None:
+    if iteration is not None:
+        if iteration not in complete:
+            raise CheckpointError(f"{_incomplete(directory, iteration)}, but {source} names it; {choices(directory)}")
+        return [FoundCheckpoint(complete[iteration], iteration, _newer(directory, complete, iteration))]
+    notes, limit = [], max(complete, default=0)
+    try:
+        tracked = read_tracker(directory)
+    except DamagedCheckpoint as error:
         if not complete:
-            _refuse_unknown(directory)
-            return None
-        named = max(complete)
-        notes.append(f"{directory} has no tracker ({TRACKER}), as after a kill during the first save; its newest "
-                     f"complete checkpoint is used: iteration {named}")
-    if named not in complete:
-        path = directory / directory_name(named)
-        source = f"--ckpt-step {named}" if iteration is not None else f"the tracker {directory / TRACKER}"
-        what = f"is not complete (no {MANIFEST})" if path.is_dir() else "does not exist"
-        raise CheckpointError(f"{path}, named by {source}, {what}; {choices(directory)}")
-    if newer := [number for number in complete if number > named]:
-        listed = ", ".join(map(str, newer))
-        notes.append(f"{directory} also has complete checkpoints of later iterations: {listed}. To load one give "
-                     "--ckpt-step; otherwise they stay until this run saves the same iteration again")
-    return FoundCheckpoint(complete[named], named, notes)
+            raise CheckpointError(str(error)) from None
+        tracked = None
+        notes.append(f"{error}. The newest complete checkpoint is used: iteration {limit}")
+    else:
+        if tracked is None:
+            if not complete:
+                _refuse_unknown(directory)
+                return []
+            notes.append(f"{directory} has no tracker ({TRACKER}), as after a kill during the first save; its newest "
+                         f"complete checkpoint is used: iteration {limit}")
+    limit = limit if tracked is None else tracked
+    usable = sorted((number for number in complete if number <= limit), reverse=True)
+    if not usable:
+        raise CheckpointError(f"{_incomplete(directory, limit)}, but the tracker {directory / TRACKER} names it; "
+                              f"{choices(directory)}")
+    if usable[0] != limit:
+        notes.append(f"{_incomplete(directory, limit)}, but the tracker {directory / TRACKER} names it. THE CHECKPOINT "
+                     f"BEFORE IS USED: iteration {usable[0]}")
+    notes += _newer(directory, complete, usable[0])
+    return [FoundCheckpoint(complete[number], number, notes) for number in usable]
+
+
+def split_directory(directory: str | Path, iteration: int | None = None) -> tuple[Path, int | None]:
+    """Return the ``--save`` directory and the iteration that a path names: ``SAVE/iter_0000030`` is SAVE and 30.
+
+    Args:
+        iteration: of ``--ckpt-step``, which counts where the path is a ``--save`` directory.
+
+    Raises:
+        CheckpointError: path and ``iteration`` name different checkpoints.
+    """
+    path = Path(directory)
+    match = re.fullmatch(r"iter_(\d+)", path.name or path.absolute().name)
+    if not match or (path / TRACKER).exists():
+        return path, iteration
+    if iteration not in (None, int(match[1])):
+        raise CheckpointError(f"{path} is the checkpoint of iteration {int(match[1])}, but --ckpt-step {iteration} "
+                              "asks for another; give one of the two")
+    return path.absolute().parent, int(match[1])
+
+
+def _incomplete(directory: Path, iteration: int) -> str:
+    """Return a clause on a checkpoint that is not among the complete ones."""
+    path = directory / directory_name(iteration)
+    return f"{path} " + (f"is not complete (no {MANIFEST})" if path.is_dir() else "does not exist")
+
+
+def _newer(directory: Path, complete: dict[int, Path], iteration: int) -> list[str]:
+    """Return a note on complete checkpoints of later iterations, if there are any."""
+    newer = [str(number) for number in complete if number > iteration]
+    return [f"{directory} also has complete checkpoints of later iterations: {', '.join(newer)}. To load one give "
+            "--ckpt-step; otherwise they stay until this run saves the same iteration again"] if newer else []
 
 
 def _refuse_unknown(directory: Path) -> None:
@@ -162,11 +235,14 @@ def read_json(path: Path) -> Any:
     """Return the content of a JSON file.
 
     Raises:
-        CheckpointError: the file is missing or is not JSON.
+        DamagedCheckpoint: the file is missing or is not JSON.
+        CheckpointError: the file system does not let it be read.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"cannot read {path}: {error}") from None
+    except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 
 
@@ -174,19 +250,25 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     """Return the size and checksum of each file of a checkpoint, by file name.
 
     Raises:
-        CheckpointError: the manifest cannot be read, is damaged, or names another iteration than the directory.
+        DamagedCheckpoint: the manifest is missing, damaged, or names another iteration than the directory.
+        CheckpointError: it cannot be read, or has a format that this version does not know.
     """
     manifest = read_json(path / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or manifest.get("format") != FORMAT or not all(
+    if isinstance(files, dict) and isinstance(manifest.get("format"), int) and manifest["format"] > FORMAT:
+        raise CheckpointError(f"{path / MANIFEST} has format {manifest['format']}; this version reads format {FORMAT}. "
+                              "Load it with the newer version that wrote it")
+    if not isinstance(files, dict) or manifest.get("format") != FORMAT or not isinstance(
+            manifest.get("iteration"), int) or not all(
             isinstance(entry, dict) and {"bytes", "crc32"} <= entry.keys() for entry in files.values()):
-        raise CheckpointError(f"{path / MANIFEST} is damaged: not a manifest of format {FORMAT}")
-    if foreign := [name for name in files if Path(name).name != name]:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: {foreign[0]!r} is not the name of a file beside it")
+        raise DamagedCheckpoint(f"{path / MANIFEST} is damaged: not a manifest of format {FORMAT}")
+    if foreign := [name for name in files if Path(name.removeprefix(f"{TOKENIZER}/")).name != name.removeprefix(
+            f"{TOKENIZER}/")]:
+        raise DamagedCheckpoint(f"{path / MANIFEST} is damaged: {foreign[0]!r} is not the name of a file beside it")
     match = re.fullmatch(rf"iter_(\d+)({re.escape(REPLACED)})?", path.name)
     if match and manifest.get("iteration") != int(match[1]):
-        raise CheckpointError(f"{path} holds the checkpoint of iteration {manifest.get('iteration')} under the name of "
-                              "another one; give the directory its own name back, or load another checkpoint")
+        raise DamagedCheckpoint(f"{path} holds the checkpoint of iteration {manifest.get('iteration')} under the name "
+                                "of another one; give the directory its own name back, or load another checkpoint")
     return files
 
 
@@ -204,18 +286,33 @@ def manifest_entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "crc32": checksum(path)}
 
 
-def describe_damage(path: Path, entry: dict[str, Any]) -> str:
-    """Return a sentence on how a file differs from its entry in the manifest; "" when it does not."""
+def entry_of(size: int, crc: int) -> dict[str, Any]:
+    """Return the manifest's entry for a file whose size and CRC-32 are known."""
+    return {"bytes": size, "crc32": f"{crc:08x}"}
+
+
+def describe_damage(path: Path, entry: dict[str, Any], *, with_checksum: bool = True) -> str:
+    """Return a sentence on how a file differs from its entry in the manifest; "" when it does not.
+
+    Args:
+        with_checksum: whether to read the file and compare its checksum, besides its size.
+    """
     if not path.is_file():
         return f"{path} is missing"
     size = path.stat().st_size
     if size != entry["bytes"]:
         return f"{path} has {size} bytes instead of {entry['bytes']}"
-    if checksum(path) != entry["crc32"]:
+    if with_checksum and checksum(path) != entry["crc32"]:
         return f"{path} is damaged: its checksum differs from the manifest's"
     return ""
 
 
+def file_names(path: Path) -> list[str]:
+    """Return the names of the files in a checkpoint directory, those of the tokenizer's copies with their folder."""
+    found = [file.name for file in path.iterdir() if not (file.name == TOKENIZER and file.is_dir())]
+    return sorted(found) + sorted(f"{TOKENIZER}/{file.name}" for file in (path / TOKENIZER).glob("*"))
+
+
 def unlisted_files(path: Path, manifest: dict[str, dict[str, Any]]) -> list[str]:
     """Return the names of the files in a checkpoint that its manifest does not list. Nothing reads these files."""
-    return sorted(file.name for file in path.iterdir() if file.name != MANIFEST and file.name not in manifest)
+    return [name for name in file_names(path) if name != MANIFEST and name not in manifest]

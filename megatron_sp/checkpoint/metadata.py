@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from megatron_sp.errors import CheckpointError
+from megatron_sp.checkpoint.files import DamagedCheckpoint
 
 METADATA = ".metadata"
 
@@ -60,7 +60,7 @@ class CheckpointReader(FileSystemReader):
         """Return the content of ``.metadata``: shape, type and place of each tensor.
 
         Raises:
-            CheckpointError: the file is missing or damaged, or names something that could run code.
+            DamagedCheckpoint: the file is missing or damaged, or names something that could run code.
         """
         path = self.directory / METADATA
         try:
@@ -68,7 +68,7 @@ class CheckpointReader(FileSystemReader):
                 metadata = _MetadataUnpickler(file).load()
             self._check(metadata)
         except Exception as error:      # a damaged pickle raises almost anything
-            raise CheckpointError(f"cannot read {path}: {error}") from None
+            raise DamagedCheckpoint(f"cannot read {path}: {error}") from None
         if not isinstance(metadata.storage_meta, StorageMeta):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -79,13 +79,14 @@ def refuse_to_overwrite(run: Run) -> None:
     if run.train.skip_train:      # a run that only evaluates saves nothing
         return
     save = Path(flags.save)
-    continues = bool(flags.load) and os.path.realpath(flags.load) == os.path.realpath(save)
+    load, iteration = files.split_directory(flags.load, flags.ckpt_step or None) if flags.load else (None, None)
+    continues = load is not None and os.path.realpath(load) == os.path.realpath(save)
     found = files.complete_iterations(save)
     if found and not continues:
         raise CheckpointError(f"--save {save} holds checkpoints of an earlier run (iterations "
                               f"{', '.join(map(str, found))}), which this run would mix with or replace by its own. "
                               f"Give --load {save} to continue that run, or another --save to start anew")
-    start = files.find_checkpoint(save, flags.ckpt_step or None) if continues else None
+    start = files.find_checkpoint(save, iteration) if continues else None
     if unknown := files.directories_without_manifest(save, after=start.iteration if start else -1):
         raise CheckpointError(f"--save {save} holds {', '.join(unknown)} without {files.MANIFEST}: not a complete "
                               "checkpoint of this program, which does not replace it. Move it away, or give another "

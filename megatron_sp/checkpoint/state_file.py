@@ -6,7 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_sp.checkpoint.files import FORMAT, MANIFEST, STATE, choices, describe_damage, read_json, read_manifest
+from megatron_sp.checkpoint.files import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    DamagedCheckpoint,
+    FoundCheckpoint,
+    choices,
+    describe_damage,
+    find_candidates,
+    read_json,
+    read_manifest,
+)
 from megatron_sp.config.cli.options import sections
 from megatron_sp.errors import CheckpointError
 
@@ -25,22 +36,40 @@ def read_state(path: Path) -> dict[str, Any]:
     """Return the content of ``state.json`` of a checkpoint directory.
 
     Raises:
-        CheckpointError: the file is damaged, cannot be read, was written by a newer version, or lacks a part.
+        DamagedCheckpoint: the file or the manifest is damaged or lacks a part.
+        CheckpointError: it cannot be read, or was written by a newer version.
     """
     manifest = read_manifest(path)
     if STATE not in manifest:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: it does not list {STATE}; {choices(path.parent)}")
+        raise DamagedCheckpoint(f"{path / MANIFEST} is damaged: it does not list {STATE}")
     if damage := describe_damage(path / STATE, manifest[STATE]):
-        raise CheckpointError(f"{damage}; {choices(path.parent)}")
+        raise DamagedCheckpoint(damage)
     state = read_json(path / STATE)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(f"{path / STATE} has format {found!r}; this version reads format {FORMAT}")
     if problems := _problems(state, read_json(path / MANIFEST)["iteration"]):
-        raise CheckpointError(f"{path / STATE} {'; '.join(problems)}. Another version or another program wrote it; "
+        raise DamagedCheckpoint(f"{path / STATE} {'; '.join(problems)}. Another version or another program wrote it; "
                               f"{choices(path.parent)}")
     _add_missing_dynamic(state)
     return state
+
+
+def read_newest_state(directory: Path, iteration: int | None = None) -> tuple[FoundCheckpoint, dict[str, Any]] | None:
+    """Return the checkpoint to load whose ``state.json`` is whole, and the content of that file; None without any.
+
+    Raises:
+        CheckpointError: no such file is whole, or that of the checkpoint which the user named is not.
+    """
+    damages = []
+    for found in find_candidates(directory, iteration):
+        try:
+            return found, read_state(found.path)
+        except DamagedCheckpoint as error:
+            damages.append(str(error))
+    if damages:
+        raise CheckpointError(f"{'; '.join(damages)}. There is no other checkpoint to fall back to")
+    return None
 
 
 def _problems(state: dict[str, Any], iteration: int) -> list[str]:

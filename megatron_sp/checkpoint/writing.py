@@ -8,6 +8,7 @@ The order of a save, and what a kill after each step leaves (``find_checkpoint``
     3. rename iter_N.building -> iter_N                    the new one, complete
     4. move the tracker to N                               the new one, named by the tracker
     5. remove iter_N.replaced
+    6. remove old checkpoints: rename iter_M -> iter_M.removing, then remove its files (see saving/retention.py)
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,17 @@ from megatron_sp.checkpoint.files import (
     BUILDING,
     FORMAT,
     MANIFEST,
+    OWN_FILE,
+    REMOVING,
     REPLACED,
+    TOKENIZER,
     TRACKER,
     directory_name,
+    file_names,
+    is_ours,
     iteration_directories,
 )
 from megatron_sp.errors import CheckpointError
-
-#: Names of the files that a save writes into its ``.building`` directory.
-_OWN_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|(state|manifest)\.json(\.building)?")
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -72,6 +74,8 @@ def start_building(directory: Path, iteration: int) -> Path:
     """
     directory.mkdir(parents=True, exist_ok=True)
     _finish_interrupted_replacements(directory)
+    for removed in iteration_directories(directory, REMOVING).values():
+        shutil.rmtree(removed)
     for unfinished in iteration_directories(directory, BUILDING).values():
         remove_unfinished(unfinished)
     refuse_to_replace_unknown(directory / directory_name(iteration))
@@ -81,8 +85,8 @@ def start_building(directory: Path, iteration: int) -> Path:
 
 
 def refuse_to_replace_unknown(path: Path) -> None:
-    """Raise CheckpointError when ``path`` exists and is not a complete checkpoint of this program."""
-    if os.path.lexists(path) and not (path / MANIFEST).is_file():
+    """Raise CheckpointError when ``path`` exists and is not a checkpoint of this program."""
+    if os.path.lexists(path) and not is_ours(path):
         raise CheckpointError(f"{path} exists without {MANIFEST}: this program did not write it and does not replace "
                               "it. Move it away, or give another --save")
 
@@ -91,13 +95,13 @@ def _finish_interrupted_replacements(directory: Path) -> None:
     """Finish each replacement of a checkpoint that a kill interrupted.
 
     When the new ``iter_N`` is complete, the old ``iter_N.replaced`` is removed. Otherwise the old one gets its name
-    ``iter_N`` back. Every ``iter_N.replaced`` was a complete checkpoint of this program when it got this name.
+    ``iter_N`` back. Every ``iter_N.replaced`` was a checkpoint of this program when it got this name.
     """
     for iteration, replaced in iteration_directories(directory, REPLACED).items():
         final = directory / directory_name(iteration)
         if (final / MANIFEST).is_file():
             shutil.rmtree(replaced)
-        elif (replaced / MANIFEST).is_file() and not os.path.lexists(final):
+        elif not os.path.lexists(final):
             os.rename(replaced, final)
 
 
@@ -108,11 +112,14 @@ def remove_unfinished(building: Path) -> None:
         CheckpointError: the directory holds files that no save of this program writes. Nothing is removed then.
     """
     with contextlib.suppress(FileNotFoundError):
-        for path in building.iterdir():
-            if not _OWN_FILE.fullmatch(path.name):
-                raise CheckpointError(f"{building} holds {path.name}, which this program did not write; move it away")
-        for path in building.iterdir():
-            path.unlink(missing_ok=True)
+        names = file_names(building)
+        for name in names:
+            if not OWN_FILE.fullmatch(name):
+                raise CheckpointError(f"{building} holds {name}, which this program did not write; move it away")
+        for name in names:
+            (building / name).unlink(missing_ok=True)
+        if (building / TOKENIZER).is_dir():
+            (building / TOKENIZER).rmdir()
         building.rmdir()
 
 

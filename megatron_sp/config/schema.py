@@ -358,6 +358,25 @@ class Checkpoint:
     pretrained_checkpoint: str = flag("", "Directory of the checkpoint whose weights the run starts from when --load "
                                           "has no checkpoint, as with --finetune.")
     exit_on_missing_checkpoint: bool = flag(False, "Exit with an error when --load has nothing to load.")
+    use_checkpoint_args: bool = flag(
+        False, "Take the flags of model, sequence length and tokenizer that the command line leaves out from the "
+               "checkpoint in --load.")
+    verify_checkpoint: str = flag(
+        "full", "What is compared with the manifest before a checkpoint is used: sizes and checksums of all files "
+                "(full), sizes alone, or nothing (off).", choices=("full", "size", "off"), nargs="?")
+    async_save: bool = flag(
+        False, "Training goes on while a checkpoint is written; each rank keeps a copy of its part in host memory. The "
+               "run waits for a save that is under way before the next one and at its end.")
+    keep_last: int = flag(
+        0, "Keep only this many newest checkpoints, and those of --save-retain-interval; default: all are kept, also "
+           "when no number follows.", nargs="?", metavar="N")
+    save_retain_interval: int = flag(
+        0, "Checkpoints at multiples of this many iterations are never deleted; of the others the newest is kept, or "
+           "as many as --keep-last says.")
+    on_save_failure: str = flag(
+        "stop", "When a checkpoint cannot be written, for example on a full disk: end the run, or warn and train on "
+                "until the next save. The last save of a run ends it with an error in any case.",
+        choices=("stop", "continue"))
 
 
 @dataclass(frozen=True)

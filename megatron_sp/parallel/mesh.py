@@ -120,6 +120,15 @@ class ParallelMesh:
         """Return the group of the first and the last rank of this pipeline; None on the ranks between them."""
         return self._groups.get(tuple(self.grid.pipeline_ends(self.global_rank)))
 
+    def new_background_group(self) -> dist.ProcessGroup:
+        """Return a new gloo group of all ranks, for a thread that must not disturb the collectives of training.
+
+        The slowest rank may write its part of a checkpoint for hours, so the time-out is long. All ranks call this.
+        """
+        group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+        assert group is not None
+        return group
+
     def is_first(self, *names: str) -> bool:
         """Return whether this rank is at position 0 along all of these axes or views."""
         return all(self.rank(name) == 0 for name in names)

@@ -52,7 +52,8 @@ class MemoryPlan:
         components: bytes by the names of ``COMPONENTS``.
         moment: name of the moment.
         rank: pipeline rank.
-        host: bytes that offload keeps in host memory. Where the device is a CPU, they come on top of ``total``.
+        host: bytes that offload and saves in the background keep in host memory. Where the device is a CPU, they come
+            on top of ``total``.
         notes: what the user should know about the run, a sentence each.
     """
 
@@ -113,10 +114,15 @@ class _Rank:
     def parameters(self) -> int:
         return self.embedding + self.output + self.num_layers * self.weights.layer
 
+    @property
+    def num_states(self) -> int:
+        """Return the number of fp32 values that the optimizer keeps for each parameter."""
+        return {"sgd": 1 if self.run.optimizer.sgd_momentum else 0}.get(self.run.optimizer.optimizer, 2)
+
     def plans(self) -> Iterator[MemoryPlan]:
         """Yield a plan for each moment."""
-        host = self._offloaded()
-        states = {"sgd": 1 if self.run.optimizer.sgd_momentum else 0}.get(self.run.optimizer.optimizer, 2)
+        host = self._offloaded() + self._staged()
+        states = self.num_states
         fixed = {"weights": FP32 * self.parameters / self.shard,
                  "optimizer states": states * FP32 * self.parameters / self.shard if self.counts_optimizer else 0,
                  "fixed": FIXED[self.device]}
@@ -248,6 +254,13 @@ class _Rank:
         twice = 2 if memory.attention_head_groups > 1 else 1
         count = round(memory.offload_activations * len(self.layer_sets()))
         return count * twice * self.layer.x * self.in_flight()
+
+    def _staged(self) -> float:
+        """Return the bytes of the copy that ``--async-save`` writes from: of equal copies one rank has one."""
+        if not self.run.checkpoint.async_save:
+            return 0.0
+        values = 1 + self.num_states * self.run.checkpoint.save_optimizer
+        return values * FP32 * self.parameters / self.run.parallel.fsdp
 
     def in_flight(self) -> float:
         """Return how many microbatches' activations of all this rank's layers are held at a time."""

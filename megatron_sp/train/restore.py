@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_sp import runtime
 from megatron_sp.checkpoint import files
-from megatron_sp.checkpoint.state_file import read_part, read_state
+from megatron_sp.checkpoint.state_file import read_newest_state, read_part
 from megatron_sp.checkpoint.store import load_checkpoint
+from megatron_sp.checkpoint.tokenizer_files import with_existing_tokenizer
 from megatron_sp.config.resolve import resolve, with_vocab
 from megatron_sp.config.rules.sizes import check_parallel
 from megatron_sp.config.schema import Memory, Parallel, Precision, Run
@@ -32,12 +35,17 @@ def read_config(directory: Path, iteration: int | None, *, tp: int = 1) -> Run:
         CheckpointError: there is no complete checkpoint.
         ConfigError: the model does not divide over ``tp``.
     """
-    found = files.find_checkpoint(directory, iteration)
+    found = read_newest_state(directory, iteration)
     if found is None:
         raise CheckpointError(f"--load {directory} holds no checkpoint ({files.TRACKER} is missing); give the --save "
                               "directory of a training run")
-    saved = read_part(read_state(found.path), "config", from_dict)
-    run = replace(saved, parallel=Parallel(tp=tp), model=replace(saved.model, padded_vocab_size=0), memory=Memory())
+    checkpoint, state = found
+    saved = read_part(state, "config", from_dict)
+    data, notes = with_existing_tokenizer(saved.data, checkpoint.path)
+    for note in notes:
+        print(note, file=sys.stderr)
+    run = replace(saved, data=data, parallel=Parallel(tp=tp), model=replace(saved.model, padded_vocab_size=0),
+                  memory=Memory())
     run = resolve(run, world_size=tp)
     if problems := check_parallel(run):
         raise ConfigError(problems)
@@ -55,5 +63,8 @@ def load_model(run: Run, directory: Path, iteration: int | None,
     device = runtime.start(run.parallel, environment or runtime.Environment())
     model = build_model(run, ParallelMesh.build(run.parallel, device))
     assert isinstance(model, GPT)
-    load_checkpoint(directory, model, None, run, iteration=iteration)
+    state = load_checkpoint(directory, model, None, run, iteration=iteration)
+    if state and dist.get_rank() == 0:
+        for note in state["notes"]:
+            print(f"WARNING: {note}", file=sys.stderr)
     return model.eval()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megatron_sp.checkpoint import compare
 from megatron_sp.checkpoint.state_file import read_part
+from megatron_sp.checkpoint.tokenizer_files import tokenizer_differences
 from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import CheckpointError
@@ -80,11 +82,13 @@ def resume_notes(run: Run, saved: dict[str, Any] | None, weights_only: bool) -> 
     if weights_only:
         return [f"loaded the weights of iteration {saved['iteration']} from "
                 f"{flags.load if flags.finetune else flags.pretrained_checkpoint}; starting at iteration 0 with a "
-                "fresh optimizer and schedule", *(f"WARNING: {note}" for note in saved["notes"])]
+                "fresh optimizer and schedule", *(f"WARNING: {note}" for note in saved["notes"]),
+                *(f"WARNING: {line}" for line in tokenizer_differences(run.data, Path(saved["path"])))]
     fresh = "" if flags.load_optimizer or run.train.skip_train else " with a fresh optimizer (--no-load-optim)"
+    differences = [*compare.differences_in_words(saved["config"], run),
+                   *tokenizer_differences(run.data, Path(saved["path"]))]
     return [f"resumed from {flags.load} at iteration {saved['iteration']}{fresh}",
-            *(f"WARNING: {note}" for note in saved["notes"]),
-            *(f"WARNING: {line}" for line in compare.differences_in_words(saved["config"], run))]
+            *(f"WARNING: {note}" for note in saved["notes"]), *(f"WARNING: {line}" for line in differences)]
 
 
 def choose_schedule(schedule: Schedule, saved: dict[str, Any], run: Run) -> Schedule:

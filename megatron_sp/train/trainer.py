@@ -28,6 +28,7 @@ from megatron_sp.train.report.optimizer_states import optimizer_statistics
 from megatron_sp.train.report.profile import StepProfiler
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.step_report import StepReport
+from megatron_sp.train.saving import Checkpoints
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.state import TrainState
 from megatron_sp.train.train_step import StepTotals, TrainStep
@@ -79,7 +80,7 @@ class Trainer:
         self.batch_size = BatchSize.of(run)
         self.last_iteration = run.train.train_iters or state.iteration + self.batch_size.iterations(
             state.consumed_samples, run.train.train_samples)
-        self.saved_iteration = state.iteration
+        self.checkpoints = Checkpoints(run, self.model, step.optimizer, self.mesh, state, recorder)
         self.stop_reason = ""
         self._sets_without_labels: set[str] = set()
 
@@ -108,6 +109,7 @@ class Trainer:
             self.recorder.step(step, self.last_iteration, is_last=ends)
             if error:
                 self._give_up(error)
+            self.checkpoints.after_step()
             if self._is_due(self.run.train.check_replicas):
                 with self.recorder.timers("check-replicas", occasional=True):
                     check_replicas(self.model, self.mesh, self.state.iteration, self.step.optimizer)
@@ -117,11 +119,11 @@ class Trainer:
             if not self.stop_reason and self._is_due(self.run.train.eval_interval):
                 self.evaluate("valid")
             if self._is_due(self.run.checkpoint.save_interval):
-                self.save()
+                self.save(is_last=bool(self.stop_reason) or self._is_due(self.run.train.exit_interval))
             if not self.stop_reason and self._is_due(self.run.train.exit_interval):
                 self.stop_reason = f"--exit-interval {self.run.train.exit_interval}"
         self._say_if_any(self.profiler.finish(self.state.iteration), on_any_rank=True)
-        self.save()
+        self.save(is_last=True)
         if not self.stop_reason:
             self.evaluate("valid", "test")
         self.recorder.flush(self.state.iteration, self.state.consumed_samples, self.last_iteration)
@@ -186,16 +188,21 @@ class Trainer:
         After a series of failed steps a checkpoint is saved first, because it holds the counters of these steps.
         """
         if self.failures.tolerated:
-            self.save()
+            self.save(is_last=True)
         raise TrainingError(error)
 
-    def _stop_votes(self) -> tuple[float, float]:
-        """Return two numbers, 1 or 0: this rank received a signal, and the time of --exit-duration-in-mins is over."""
+    def _stop_votes(self) -> tuple[float, float, float]:
+        """Return three numbers, 1 or 0: this rank received a signal, the time of --exit-duration-in-mins is over, and a
+        save in the background has failed.
+        """
         limit = 60 * self.run.train.exit_duration_in_mins
-        return float(bool(self.signals)), float(0 < limit < time.monotonic() - self.started)
+        return (float(bool(self.signals)), float(0 < limit < time.monotonic() - self.started),
+                self.checkpoints.vote())
 
     def _note_stop(self, totals: StepTotals) -> None:
-        stop, out_of_time = totals.votes
+        stop, out_of_time, save_failed = totals.votes
+        if save_failed:
+            self.checkpoints.give_up()
         if stop:
             self.stop_reason = self._signal_in_words()
         elif out_of_time:
@@ -274,21 +281,15 @@ class Trainer:
         loss_sum, num_valid, _ = totals.tolist()
         return MeanLoss(loss_sum / num_valid if num_valid else math.nan, round(num_valid))
 
-    def save(self) -> None:
-        """Save a checkpoint, if the run has ``--save`` and has not saved this iteration yet."""
-        directory = self.run.checkpoint.save
-        if not directory or self.saved_iteration == self.state.iteration:
-            return
-        from megatron_sp.checkpoint.store import save_checkpoint
+    def save(self, *, is_last: bool) -> None:
+        """Save a checkpoint, if the run has ``--save`` and has not saved this iteration yet.
 
-        start = time.perf_counter()
-        plain = {"train": self.state.to_dict(), "seed": self.run.train.seed, "schedule": self.step.schedule.to_dict(),
-                 "loss_scaler": self.step.scaler.state_dict()}
-        with self.recorder.timers("save", occasional=True):
-            path = save_checkpoint(directory, self.state.iteration, self.model, self.step.optimizer, plain, self.run)
-        self.saved_iteration = self.state.iteration
-        self.recorder.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
-        self.recorder.progress(f"saved iteration {self.state.iteration}, {self.state.consumed_samples} samples")
+        Args:
+            is_last: whether training ends here, so that nothing may be left to a save in the background.
+        """
+        self.checkpoints.save({"train": self.state.to_dict(), "seed": self.run.train.seed,
+                               "schedule": self.step.schedule.to_dict(), "loss_scaler": self.step.scaler.state_dict()},
+                              is_last=is_last)
 
     def close(self) -> None:
         """Wait for all ranks, then stop the readers' threads and close the logs."""
@@ -301,5 +302,6 @@ class Trainer:
         """Write profile and logs after an error. Do not wait for other ranks, which may have ended; raise nothing."""
         with contextlib.suppress(Exception):
             self._say_if_any(self.profiler.finish(self.state.iteration))
+        self.checkpoints.abandon()
         with contextlib.suppress(Exception):
             self.recorder.close(failed=True)

@@ -151,7 +151,7 @@ def test_damage_and_mismatch_are_refused(source: Path, tmp_path: Path) -> None:
     for name in ("__0_0.distcp", "manifest.json"):
         (fresh() / name).unlink()
         message = load_error(directory, flags)
-        assert message.startswith("CheckpointError") and "iter_0000004" in message, message
+        assert message.startswith("CheckpointError") and "iter_0000004" in message and name in message, message
     fresh()
     message = load_error(directory, flags.replace("--num-layers 2", "--num-layers 3"))
     assert "--num-layers is 3 here and 2 in the checkpoint" in message

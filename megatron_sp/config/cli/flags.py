@@ -39,6 +39,7 @@ class Parsed:
         filled: our name of a flag -> the preset that filled it in.
         broken: flags that were given and could not be read; later checks say nothing about them.
         tokenizer: the ``--tokenizer-type`` on the command line, also one of another framework.
+        given: fields that some word of the command line sets, as ``section.field``.
     """
 
     run: Run
@@ -49,6 +50,7 @@ class Parsed:
     filled: dict[str, str]
     broken: set[str]
     tokenizer: str
+    given: set[str]
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Run, list[str]]:
@@ -205,7 +207,8 @@ def _build(options: dict[str, Option], claims: Claims) -> Parsed:
     run = Run(**{section: cls(**chosen[section]) for section, cls in sections().items()})
     kind = claims.given.get("--tokenizer-type") or claims.given.get("--patch-tokenizer-type")
     return Parsed(run, claims.notes, claims.problems, spelled, switched, filled, claims.broken,
-                  strip_quotes(kind[0]) if kind else run.data.tokenizer_type)
+                  strip_quotes(kind[0]) if kind else run.data.tokenizer_type,
+                  {key for key, by_spelling in claims.values.items() if by_spelling})
 
 
 def _is_one_word(words: list[str] | None) -> bool:

@@ -71,8 +71,8 @@ class Option:
             if isinstance(self.nargs, int) and len(words) != self.nargs:
                 raise ValueError(f"{self.nargs} values are needed, {len(words)} given")
             return tuple(parse_int(word) for word in words)
-        if self.nargs == "?" and not texts:
-            return 1.0  # a share without a number: all of it
+        if self.nargs == "?" and not texts:     # a share without a number is all of it
+            return 1.0 if self.kind == "float" else self.default
         text = strip_quotes(texts[0])
         if not text and self.kind == "str":
             raise ValueError("the value is empty, perhaps an unset shell variable; give one, or leave the flag out")

@@ -49,7 +49,7 @@ HINTS: dict[str, int | str] = {
              "return-data-index", 0),
     **_names("data-impl num-dataset-builder-threads valid-num-workers", 1),
     # checkpoints
-    **_names("""async-save use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-save no-ckpt-fully-parallel-save
+    **_names("""use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-save no-ckpt-fully-parallel-save
         ckpt-fully-parallel-load use-persistent-ckpt-worker dist-ckpt-optim-fully-reshardable
         dist-ckpt-save-pre-mcore-014 ckpt-assume-constant-structure checkpoint-writer-decoupled no-initialization
         universal-checkpoint""", 0),
@@ -72,16 +72,14 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     **dict.fromkeys(_names("""max-padding-length dataset codecarbon-dir structured-logs-dir
         wandb-id cache-dir verify-checkpoint-model-type aml-data-download-path
         inference-batch-times-seqlen-threshold max-tokens-to-oom adlr-autoresume-interval""", 1), (1, _ELSEWHERE)),
-    **dict.fromkeys(_names("structured-logs verify-checkpoint test-mode adlr-autoresume", 0), (0, _ELSEWHERE)),
+    **dict.fromkeys(_names("structured-logs test-mode adlr-autoresume", 0), (0, _ELSEWHERE)),
     "--extra-vocab-size": (1, "set --vocab-size to the number of rows you want"),
     **dict.fromkeys(_names("rerun-mode error-injection-rate error-injection-type", 1), (1, _NOT_HERE)),
-    "--save-retain-interval": (1, "every checkpoint is kept"),
     "--use-tp-pp-dp-mapping": (0, "the order of the ranks is fixed: pp, dp, ring, ulysses, tp from outer to inner"),
     **dict.fromkeys(_names("fp8-amax-history-len fp8-amax-compute-algo fp8-margin fp8-interval", 1), (1, _FP8)),
     "--measure-activation-memory": (0, "peak memory is always logged"),
     **dict.fromkeys(_names("kill-switch-path kill-switch-file trigger-path", 1), (1, "send SIGTERM to save and stop a "
                                                                                     "run")),
-    "--keep-last": (0, "its meaning is not known"),
     "--recompute-lgd": (0, "use --recompute-granularity full to recompute activations"),
     "--pp-partition-method": (1, "embedding and loss are counted when layers are split over stages"),
     "--standalone-embedding-stage": (0, "embedding and loss are counted when layers are split over stages"),
@@ -237,9 +235,9 @@ RUN_ONLY: dict[str, Refusal] = {
     **_refuse("reset-iteration", 0, "iterations go on from the checkpoint's; use --finetune to load the weights alone "
                                     "and start at iteration 0", only_with="--load"),
     **_refuse("load-tag", 1, "checkpoints are named by iteration; use --ckpt-step N", only_with="--load"),
-    **_refuse("use-checkpoint-args use-mp-args-from-checkpoint-args", 0,
-              "flags are not read from checkpoints; repeat the model's flags (config.json beside the checkpoints lists "
-              "them)", only_with="--load"),
+    **_refuse("use-mp-args-from-checkpoint-args", 0,
+              "the layout does not come from checkpoints, because any layout loads the checkpoint of any other; give "
+              "the degrees of this run", only_with="--load"),
 }
 
 #: Flags of which only values that change nothing are accepted; no message may advise them.

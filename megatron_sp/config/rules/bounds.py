@@ -77,6 +77,8 @@ BOUNDS: dict[str, Bound] = {
     "memory.offload_activations": Bound(low=0, high=1),
     "checkpoint.save_interval": NOT_NEGATIVE,
     "checkpoint.ckpt_step": NOT_NEGATIVE,
+    "checkpoint.keep_last": NOT_NEGATIVE,
+    "checkpoint.save_retain_interval": POSITIVE_INT,
     **_bounds(POSITIVE_INT, "logging", "log_interval tensorboard_log_interval tensorboard_queue_size"),
     "logging.timing_log_level": Bound(low=0, high=2),
     "logging.device_peak_tflops": POSITIVE,

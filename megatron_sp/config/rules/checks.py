@@ -132,6 +132,8 @@ def check_checkpoint(run: Run) -> list[str]:
         found.append("--save-interval N of 1 or more is required with --save.")
     if checkpoint.ckpt_step and not checkpoint.load:
         found.append(f"--ckpt-step {checkpoint.ckpt_step} needs --load.")
+    if checkpoint.use_checkpoint_args and not checkpoint.load:
+        found.append("--use-checkpoint-args needs --load.")
     if checkpoint.exit_on_missing_checkpoint and not checkpoint.load:
         found.append("--exit-on-missing-checkpoint needs --load.")
     if checkpoint.pretrained_checkpoint and run.train.skip_train:
@@ -159,6 +161,9 @@ def advice(run: Run) -> list[str]:
         notes.append("--finetune has no effect without --load.")
     if not run.checkpoint.load_optimizer and not run.checkpoint.load:
         notes.append("--no-load-optim has no effect without --load.")
+    notes += [f"{name} has no effect without --save." for name, given in (
+        ("--async-save", run.checkpoint.async_save), ("--keep-last", run.checkpoint.keep_last),
+        ("--save-retain-interval", run.checkpoint.save_retain_interval)) if given and not run.checkpoint.save]
     notes += horizon_notes(run)
     if run.train.manual_gc_interval and not run.train.manual_gc:
         notes.append(f"--manual-gc-interval {run.train.manual_gc_interval} has no effect without --manual-gc.")

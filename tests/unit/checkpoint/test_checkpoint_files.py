@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_sp.checkpoint import compare, files, writing
+from megatron_sp.checkpoint.saving.retention import Retention
 from megatron_sp.checkpoint.state_file import read_part, read_state
-from megatron_sp.config.schema import Precision
+from megatron_sp.config.schema import Checkpoint, Precision
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import CheckpointError
 from megatron_sp.train.health.loss_scale import LossScaler
@@ -84,19 +85,87 @@ def test_a_kill_at_any_instant_of_a_save_leaves_complete_checkpoints(
 
 @pytest.mark.parametrize("text", ["", "garbage", "-8", "release", "8 16"])
 def test_a_tracker_that_is_no_number(tmp_path: Path, text: str) -> None:
+    """The newest complete checkpoint is used; without any, nothing is: a run must not start afresh unasked."""
+    (tmp_path / files.TRACKER).write_text(text)
+    with pytest.raises(CheckpointError, match="tracker.*no complete checkpoint in the directory"):
+        files.find_checkpoint(tmp_path)
+    save(tmp_path, 2, "data")
     save(tmp_path, 4, "data")
     (tmp_path / files.TRACKER).write_text(text)
-    with pytest.raises(CheckpointError, match="tracker.*complete checkpoints here: 4"):
-        files.find_checkpoint(tmp_path)
+    checkpoint = files.find_checkpoint(tmp_path)
+    assert checkpoint and checkpoint.iteration == 4
+    assert "not an iteration" in checkpoint.notes[0] and "newest complete checkpoint is used: iteration 4" in (
+        checkpoint.notes[0])
 
 
 def test_a_tracker_that_points_nowhere(tmp_path: Path) -> None:
+    """An earlier checkpoint replaces the missing one, a later one does not: it may be of a run that was given up."""
     save(tmp_path, 4, "data")
+    save(tmp_path, 12, "data")
     (tmp_path / files.TRACKER).write_text("8")
-    with pytest.raises(CheckpointError, match="iter_0000008.*does not exist.*complete checkpoints here: 4"):
+    checkpoint = files.find_checkpoint(tmp_path)
+    assert checkpoint and checkpoint.iteration == 4
+    assert "iter_0000008 does not exist" in checkpoint.notes[0] and "BEFORE IS USED: iteration 4" in checkpoint.notes[0]
+    assert "later iterations: 12" in checkpoint.notes[1]
+    (tmp_path / files.TRACKER).write_text("2")
+    with pytest.raises(CheckpointError, match="iter_0000002 does not exist, but the tracker.*choose one with --ckpt-"):
         files.find_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="--ckpt-step 5"):
+    with pytest.raises(CheckpointError, match="iter_0000005 does not exist, but --ckpt-step 5.*here: 4, 12"):
         files.find_checkpoint(tmp_path, 5)
+
+
+def test_the_directory_of_one_checkpoint_can_be_named(tmp_path: Path) -> None:
+    save(tmp_path, 4, "data")
+    path = save(tmp_path, 8, "data")
+    assert found(tmp_path / "iter_0000004") == tmp_path / "iter_0000004"
+    assert found(path, 8) == path
+    with pytest.raises(CheckpointError, match="is the checkpoint of iteration 8, but --ckpt-step 4 asks for another"):
+        files.find_checkpoint(path, 4)
+    with pytest.raises(CheckpointError, match="iter_0000006 does not exist, but --load .*here: 4, 8"):
+        files.find_checkpoint(tmp_path / "iter_0000006")
+    inside = tmp_path / "iter_0000004" / "iter_0000001"     # a --save directory may have such a name
+    save(inside, 2, "data")
+    assert found(inside) == inside / "iter_0000002"
+
+
+@pytest.mark.parametrize("keep_last, interval, left", [
+    (0, 0, [2, 4, 6, 8, 9]), (2, 0, [6, 8, 9]), (1, 4, [4, 8, 9]), (0, 4, [4, 8, 9]), (7, 0, [2, 4, 6, 8, 9])])
+def test_which_old_checkpoints_stay(tmp_path: Path, keep_last: int, interval: int, left: list[int]) -> None:
+    """Iteration 9 belongs to a run that went back to 6, and is not this run's to delete."""
+    for iteration in (2, 4, 6, 9, 8):
+        save(tmp_path, iteration, "data")
+    rule = Retention.of(Checkpoint(keep_last=keep_last, save_retain_interval=interval))
+    notes = rule.apply(tmp_path, 8)
+    assert files.complete_iterations(tmp_path) == left
+    assert bool(notes) == (left != [2, 4, 6, 8, 9])
+
+
+def test_nothing_is_deleted_for_a_damaged_checkpoint(tmp_path: Path) -> None:
+    for iteration in (2, 4):
+        save(tmp_path, iteration, "data")
+    (tmp_path / "iter_0000004" / "__0_0.distcp").write_text("dat")
+    assert "no checkpoint is deleted" in Retention(1, 0).apply(tmp_path, 4)[0]
+    assert files.complete_iterations(tmp_path) == [2, 4]
+
+
+def test_a_deletion_that_was_killed_is_finished_by_the_next_save(tmp_path: Path) -> None:
+    save(tmp_path, 2, "data")
+    (tmp_path / "iter_0000002").rename(tmp_path / "iter_0000002.removing")
+    save(tmp_path, 4, "data")
+    assert sorted(path.name for path in tmp_path.glob("iter*")) == ["iter_0000004"]
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_replaced(tmp_path: Path) -> None:
+    """A run that fell back to the one before saves this iteration again. Only this program's files are replaced."""
+    path = save(tmp_path, 4, "data")
+    (path / "state.json").write_text("{}")
+    (path / "manifest.json").unlink()
+    assert files.directories_without_manifest(tmp_path) == []
+    (path / "mine.txt").write_text("")
+    assert files.directories_without_manifest(tmp_path) == ["iter_0000004"]
+    (path / "mine.txt").unlink()
+    assert (save(tmp_path, 4, "new") / "__0_0.distcp").read_text() == "new"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_without_a_tracker_the_newest_complete_checkpoint_is_used(tmp_path: Path) -> None:

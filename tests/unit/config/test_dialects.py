@@ -237,7 +237,7 @@ RUN = f"{BASE} --mock-data --vocab-size 128"
     ("--patch-tokenizer-type Qwen2Tokenizer", "HuggingFaceTokenizer"),
     ("--train-weighted-split-paths P: 1 0:1 d", "--train-data-path"), ("--load d --reset-iteration", "--finetune"),
     ("--load d --no-load-lr-state", "--override-opt_param-scheduler"),
-    ("--load d --use-checkpoint-args", "config.json"),
+    ("--load d --use-mp-args-from-checkpoint-args", "any layout loads"),
     ("--deepspeed --deepspeed_config nowhere.json", "there is no such file")])
 def test_a_run_refuses_by_name_what_a_plan_accepts(flags: str, cure: str) -> None:
     (problem,) = problems(f"{RUN} {flags}")
@@ -245,8 +245,9 @@ def test_a_run_refuses_by_name_what_a_plan_accepts(flags: str, cure: str) -> Non
     planned(f"{RUN} {flags}")
 
 
-@pytest.mark.parametrize("flags", ["--no-load-rng", "--no-save-rng", "--reset-iteration", "--use-checkpoint-args",
-                                   "--universal-checkpoint", "--tokenizer-type NullTokenizer --patch-tokenizer-type X"])
+@pytest.mark.parametrize("flags", ["--no-load-rng", "--no-save-rng", "--reset-iteration", "--keep-last",
+                                   "--verify-checkpoint", "--universal-checkpoint",
+                                   "--tokenizer-type NullTokenizer --patch-tokenizer-type X"])
 def test_a_run_accepts_what_does_nothing(flags: str) -> None:
     load_run(f"{RUN} {flags}".split(), 1, files=False)
 
