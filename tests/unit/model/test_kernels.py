@@ -212,8 +212,8 @@ def test_one_line_says_what_is_in_use() -> None:
 
 
 def test_importing_the_model_imports_no_optional_package_and_compiles_nothing() -> None:
-    """torch itself imports triton where it is installed, as with GPU builds of torch; that does not count."""
-    program = ("import sys, torch, torch.distributed.fsdp; before = set(sys.modules); "
+    """torch's pipelining imports triton where it is installed, as with GPU builds of torch; that does not count."""
+    program = ("import sys, torch, torch.distributed.fsdp, torch.distributed.pipelining; before = set(sys.modules); "
                "import megatron_sp.model.build, megatron_sp.train.trainer; "
                "print([m for m in ('flash_attn', 'apex', 'liger_kernel', 'triton', 'torch._inductor.compile_fx') "
                "if m in sys.modules and m not in before])")
