@@ -92,7 +92,7 @@ def child(flags: str, length: int) -> dict[str, float]:
     engine, optimizer = build_engine(run, model, mesh), build_optimizer(run, model)
 
     def step(tokens: int) -> float:
-        positions = torch.from_numpy(SequenceLayout.of(run.parallel, tokens).positions(mesh.rank("sp")))
+        positions = torch.from_numpy(SequenceLayout.of(run, tokens).positions(mesh.rank("sp")))
         text = torch.randint(0, VOCAB, (1, len(positions) + 1))
         batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions.unsqueeze(0),
                            torch.zeros(1, dtype=torch.int64), len(positions))

@@ -93,7 +93,7 @@ def our_step(length: int, rank: int, world: int, zero_stage: int, store: str) ->
     mesh = ParallelMesh.build(run.parallel)
     whole_step = TrainStep.build(run, build_model(run, mesh), mesh)
     tokens, labels = batch(length)
-    positions = torch.from_numpy(SequenceLayout.of(run.parallel, length).positions(mesh.rank("sp")))
+    positions = torch.from_numpy(SequenceLayout.of(run, length).positions(mesh.rank("sp")))
     mine = Microbatch(tokens[:, positions].contiguous(), labels[:, positions].contiguous(), positions.unsqueeze(0),
                       torch.zeros(1, dtype=torch.int64), len(positions))
 

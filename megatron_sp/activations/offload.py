@@ -20,24 +20,19 @@ from typing import Any
 
 import torch
 
+from megatron_sp.activations.storage import HostStorage, Stored
+
 
 @dataclass(eq=False)
 class OffloadedInput:
-    """A layer's input in host memory and, once backward is near, its copy on the device.
+    """A layer's input in host memory.
 
     Attributes:
         previous: the input offloaded before this one in forward, which backward needs next.
-        host_ready: event after which ``host`` is complete.
-        copy: the copy on the device.
-        copy_ready: event after which ``copy`` is complete.
     """
 
-    host: torch.Tensor
-    device: torch.device
+    stored: Stored
     previous: OffloadedInput | None
-    host_ready: Any = None
-    copy: torch.Tensor | None = None
-    copy_ready: Any = None
 
 
 class ActivationOffload:
@@ -51,7 +46,7 @@ class ActivationOffload:
     def __init__(self, share: float, num_layers: int):
         self.num_offloaded = round(share * num_layers)
         self._latest: OffloadedInput | None = None
-        self._stream: Any = None
+        self._host = HostStorage()
 
     @contextlib.contextmanager
     def around(self, index: int, layer_input: torch.Tensor) -> Iterator[None]:
@@ -79,38 +74,13 @@ class ActivationOffload:
             yield
 
     def _copy_to_host(self, x: torch.Tensor) -> OffloadedInput:
-        if x.device.type != "cuda":
-            entry = OffloadedInput(x.detach().clone(), x.device, self._latest)
-        else:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(x.device)
-            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self._stream.wait_stream(torch.cuda.current_stream(x.device))
-            with torch.cuda.stream(self._stream):
-                host.copy_(x.detach(), non_blocking=True)
-                x.record_stream(self._stream)
-            entry = OffloadedInput(host, x.device, self._latest, host_ready=self._stream.record_event())
-        self._latest = entry
-        return entry
-
-    def _start_copy_to_device(self, entry: OffloadedInput) -> None:
-        if entry.copy is not None or entry.device.type != "cuda":
-            return
-        self._stream.wait_event(entry.host_ready)
-        with torch.cuda.stream(self._stream):
-            entry.copy = entry.host.to(entry.device, non_blocking=True)
-        entry.copy_ready = self._stream.record_event()
+        self._latest = OffloadedInput(self._host.put(x), self._latest)
+        return self._latest
 
     def _copy_to_device(self, entry: OffloadedInput) -> torch.Tensor:
         """Return an input on its device, and start to copy the one that backward needs next."""
-        if entry.device.type != "cuda":
-            return entry.host
-        self._start_copy_to_device(entry)
+        self._host.prefetch(entry.stored)
         if entry.previous is not None:
-            self._start_copy_to_device(entry.previous)
+            self._host.prefetch(entry.previous.stored)
             entry.previous = None
-        current = torch.cuda.current_stream(entry.device)
-        current.wait_event(entry.copy_ready)
-        assert entry.copy is not None
-        entry.copy.record_stream(current)
-        return entry.copy
+        return self._host.get(entry.stored)

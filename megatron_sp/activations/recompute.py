@@ -7,8 +7,9 @@ cost most to compute again (Korthikanti et al., arXiv 2205.05198, section 5, her
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ class Replay:
             self.is_active = False
 
 
-def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(keep: Sequence[str], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = str(operator).removesuffix(".default")
-    return CheckpointPolicy.MUST_SAVE if name in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
@@ -54,7 +55,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 def recompute(function: Callable[..., torch.Tensor], *args: Any, replay: Replay | None = None,
-              keep_attention: bool = False) -> torch.Tensor:
+              keep: Sequence[str] = ()) -> torch.Tensor:
     """Compute ``function(*args)`` and keep only the arguments for backward, which runs the function again.
 
     No random state is kept or restored: dropout masks are drawn from keyed generators (``parallel/random.py``), which
@@ -62,19 +63,19 @@ def recompute(function: Callable[..., torch.Tensor], *args: Any, replay: Replay 
 
     Args:
         replay: is active while the function runs again.
-        keep_attention: also keep the results of fused attention and of the all-to-all. The second run must then call
-            the same operators as the first, so ``replay``, which lets it leave some out, is not allowed.
+        keep: also keep the results of these operators. The second run must then call the same operators as the first,
+            so ``replay``, which lets it leave some out, is not allowed.
     """
-    assert replay is None or not keep_attention
-    if replay is None and not keep_attention:  # without contexts, which Dynamo cannot trace in a compiled layer
+    assert replay is None or not keep
+    if replay is None and not keep:  # without contexts, which Dynamo cannot trace in a compiled layer
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of the first and of the second run."""
         first: AbstractContextManager[Any] = contextlib.nullcontext()
         second: AbstractContextManager[Any] = contextlib.nullcontext()
-        if keep_attention:
-            first, second = create_selective_checkpoint_contexts(_policy)
+        if keep:
+            first, second = create_selective_checkpoint_contexts(partial(_policy, keep))
         return first, _both(second, replay.active() if replay is not None else contextlib.nullcontext())
 
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

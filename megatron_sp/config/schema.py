@@ -334,6 +334,13 @@ class Memory:
                                  "all.")
     attention_head_groups: int = flag(1, "Number of groups of heads that attention computes one after another, which "
                                          "divides its working memory by this number.")
+    sequence_chunk_size: int = flag(0, "Compute each sequence in chunks of this many tokens, one after another through "
+                                       "the whole model, so that activations exist for one chunk only, whatever the "
+                                       "sequence length; keys and values of all chunks are kept. Default: the whole "
+                                       "sequence at once.",
+                                    "--sequence-chunk-size")
+    offload_key_values: bool = flag(False, "Keep the keys and values of earlier chunks, and their gradients, in host "
+                                           "memory (with --sequence-chunk-size).")
     offload_activations: float = flag(0.0, "Keep this share of the recomputed layers' inputs in host memory (1 without "
                                            "a value).", nargs="?", metavar="SHARE")
     offload_optimizer: bool = flag(False, "Keep master weights and optimizer states in host memory.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_sp.config.schema import Run
+
 #: Queries whose attention probabilities exist at once, where a kernel has to form probabilities.
 QUERY_BLOCK = 512
 #: Logits of a tile whose size ``--loss-tile-size`` leaves open. A CPU tile stays in a core's cache from its first use
@@ -17,3 +19,13 @@ def loss_tile(columns: int, *, on_cpu: bool) -> int:
         columns: logits of a token on this rank, v/tp.
     """
     return max(LEAST_LOSS_TILE, (CPU_TILE_LOGITS if on_cpu else GPU_TILE_LOGITS) // columns)
+
+
+def tokens_at_once(run: Run) -> int:
+    """Return how many tokens of a sequence the model computes at once, of all ranks together: a chunk, or all."""
+    return run.memory.sequence_chunk_size or run.data.seq_length
+
+
+def num_chunks(run: Run) -> int:
+    """Return into how many chunks each sequence is cut."""
+    return max(1, run.data.seq_length // max(1, tokens_at_once(run)))

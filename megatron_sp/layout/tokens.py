@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_sp.config.schema import Parallel
+from megatron_sp.config.schema import Run
 
 Range = tuple[int, int]
 
@@ -32,21 +32,41 @@ class SequenceLayout:
         chunk          0          1          2            3
         tokens     0 1 2 3    4 5 6 7    8 9 10 11   12 13 14 15
         sp rank    0 0 0 0    2 2 2 2    3 3  3  3    1  1  1  1
+
+    ``contiguous`` with ``chunk``, for ``--sequence-chunk-size``: the model computes one chunk of so many tokens after
+    another, and all ranks compute each of them together. So each rank owns an equal range of every chunk. Its local
+    tokens are these ranges in order, and the tokens of chunk c are the c-th equal part of them. Two ranks, 16 tokens::
+
+        chunk          0          1          2            3
+        tokens     0 1 2 3    4 5 6 7    8 9 10 11   12 13 14 15
+        sp rank    0 0 1 1    0 0 1 1    0 0  1  1    0  0  1  1
+
+    Attributes:
+        chunk: tokens of a chunk of ``--sequence-chunk-size``, of all ranks together; 0 for the whole sequence at once.
     """
 
     seq_length: int
     ring: int = 1
     ulysses: int = 1
     kind: str = "contiguous"
+    chunk: int = 0
 
     @classmethod
-    def of(cls, parallel: Parallel, seq_length: int) -> SequenceLayout:
-        """Return the layout of a run: zigzag with a ring, whose work it balances, else contiguous."""
-        return cls(seq_length, parallel.ring, parallel.ulysses, "zigzag" if parallel.ring > 1 else "contiguous")
+    def of(cls, run: Run, seq_length: int = 0) -> SequenceLayout:
+        """Return the layout of a run: zigzag with a ring, whose work it balances, else contiguous.
+
+        Args:
+            seq_length: tokens of a sequence; default: as the run says.
+        """
+        parallel = run.parallel
+        return cls(seq_length or run.data.seq_length, parallel.ring, parallel.ulysses,
+                   "zigzag" if parallel.ring > 1 else "contiguous", run.memory.sequence_chunk_size)
 
     def __post_init__(self) -> None:
         assert self.kind in ("contiguous", "zigzag"), self.kind
         assert self.seq_length % self.divisor == 0, f"{self.seq_length} tokens do not divide by {self.divisor}"
+        assert self.chunk == 0 or self.ring == 1, "a ring takes the whole sequence at once"
+        assert self.chunk % self.sp == 0, f"a chunk of {self.chunk} tokens does not divide by {self.sp}"
 
     @property
     def sp(self) -> int:
@@ -56,6 +76,8 @@ class SequenceLayout:
     @property
     def divisor(self) -> int:
         """The sequence length must be a multiple of this."""
+        if self.chunk:
+            return self.chunk
         return self.sp * 2 if self.kind == "zigzag" and self.ring > 1 else self.sp
 
     @property
@@ -74,6 +96,10 @@ class SequenceLayout:
 
     def ranges(self, sp_rank: int) -> tuple[Range, ...]:
         """Return the half-open token ranges that ``sp_rank`` owns, in the order of its local tokens."""
+        if self.chunk and self.sp > 1:
+            size = self.chunk // self.sp
+            firsts = range(sp_rank * size, self.seq_length, self.chunk)
+            return tuple((first, first + size) for first in firsts)
         ring_rank, ulysses_rank = divmod(sp_rank, self.ulysses)
         skip, want = ulysses_rank * self.local_length, self.local_length
         owned: list[Range] = []

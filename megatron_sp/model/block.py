@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron_sp.activations.recompute import Replay, recompute
+from megatron_sp.activations.key_values import Chunk
+from megatron_sp.activations.recompute import KEPT_OPERATORS, Replay, recompute
 from megatron_sp.config.schema import Model
 from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
@@ -18,6 +19,7 @@ from megatron_sp.model.norm_kernels import NormKernels
 from megatron_sp.model.rotary import Rotation
 from megatron_sp.parallel.random import Dropout
 from megatron_sp.parallel.tensor import TensorRegion
+from megatron_sp.torch_internals import ALL_TO_ALL_OPERATOR
 
 
 class Block(nn.Module):
@@ -26,7 +28,8 @@ class Block(nn.Module):
     Args:
         layer: global number of the layer, from 0.
         plan, groups: see ``Attention``.
-        first_token: global number of this rank's first token between tensor-parallel regions; it keys dropout.
+        first_token: number of this rank's first token between tensor-parallel regions, within the sequence or, where
+            it is computed in chunks, within a chunk; it keys dropout.
         recompute_granularity: "full" keeps only the layer's input for backward, "selective" also the output of
             attention, "" everything. With head groups, attention recomputes itself. Then the input of the second
             branch is kept too, because recomputing the whole layer would run attention a third time.
@@ -55,32 +58,36 @@ class Block(nn.Module):
         self.compute = torch.compile(self._compute) if compiled else self._compute
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
-                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None) -> torch.Tensor:
+                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None,
+                chunk: Chunk | None = None) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
         if not self.recompute_granularity or not torch.is_grad_enabled():
-            return self.compute(x, rotation, sample_ids, mask, cache)
+            return self.compute(x, rotation, sample_ids, mask, cache, chunk)
         if self.attention.groups:
-            x = self._attend(x, rotation, sample_ids, mask)
-            return recompute(self._feed_forward, x, sample_ids, replay=self.replay)
+            x = self._attend(x, rotation, sample_ids, mask, None, chunk)
+            return recompute(self._feed_forward, x, sample_ids, chunk, replay=self.replay)
         if self.recompute_granularity == "selective":
-            return recompute(self.compute, x, rotation, sample_ids, mask, keep_attention=True)
-        return recompute(self.compute, x, rotation, sample_ids, mask, replay=self.replay)
+            # With chunks, the store of keys and values keeps the output of attention.
+            kept = KEPT_OPERATORS if chunk is None else (ALL_TO_ALL_OPERATOR,)
+            return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, keep=kept)
+        return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, replay=self.replay)
 
     def _compute(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
-                 mask: AttentionMask, cache: KeyValueCache | None = None) -> torch.Tensor:
+                 mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
         """Apply both branches, without recomputation."""
-        return self._feed_forward(self._attend(x, rotation, sample_ids, mask, cache), sample_ids)
+        return self._feed_forward(self._attend(x, rotation, sample_ids, mask, cache, chunk), sample_ids, chunk)
 
     def _attend(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
-                mask: AttentionMask, cache: KeyValueCache | None = None) -> torch.Tensor:
+                mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
         """Return x + drop(attention(norm(x)))."""
-        y = self.attention(x, rotation, sample_ids, mask, cache, normalise=self.input_norm)
-        return x + self._drop(y, self.attention_dropout, sample_ids)
+        y = self.attention(x, rotation, sample_ids, mask, cache, chunk, normalise=self.input_norm)
+        return x + self._drop(y, self.attention_dropout, sample_ids, chunk)
 
-    def _feed_forward(self, x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
+    def _feed_forward(self, x: torch.Tensor, sample_ids: torch.Tensor, chunk: Chunk | None) -> torch.Tensor:
         """Return x + drop(mlp(norm(x)))."""
         y = self.mlp(self.post_attention_norm(x), skip_value=self.replay.is_active)
-        return x + self._drop(y, self.mlp_dropout, sample_ids)
+        return x + self._drop(y, self.mlp_dropout, sample_ids, chunk)
 
-    def _drop(self, x: torch.Tensor, dropout: Dropout, sample_ids: torch.Tensor) -> torch.Tensor:
-        return dropout.hidden(x, sample_ids, self.first_token) if self.training else x
+    def _drop(self, x: torch.Tensor, dropout: Dropout, sample_ids: torch.Tensor, chunk: Chunk | None) -> torch.Tensor:
+        first = self.first_token + (0 if chunk is None else chunk.first_token)
+        return dropout.hidden(x, sample_ids, first) if self.training else x

@@ -13,7 +13,9 @@ from megatron_sp.layout.heads import HeadSplit
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.schedules import stages_of_rank
 from megatron_sp.layout.stages import stage_layers
+from megatron_sp.model.attention.chunk_attention import ChunkAttention
 from megatron_sp.model.attention.self_attention import AttentionPlan
+from megatron_sp.model.attention.unfused import attend_in_query_blocks
 from megatron_sp.model.block import Block
 from megatron_sp.model.gpt import GPT, Embedding
 from megatron_sp.model.init import initialise
@@ -21,8 +23,9 @@ from megatron_sp.model.kernels import Kernels, choose_kernels
 from megatron_sp.model.norm import Norm
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages, TiedWeights
-from megatron_sp.parallel.sequence import first_query_head, parallel_attention
+from megatron_sp.parallel.sequence import first_query_head, match_heads, match_heads_in_kernel, parallel_attention
 from megatron_sp.parallel.tensor import TensorRegion, VocabParallelOutput
+from megatron_sp.parallel.ulysses import Core
 from megatron_sp.parallel.zero import ZeroSharding
 
 
@@ -42,9 +45,16 @@ def plan_head_groups(run: Run, mesh: ParallelMesh, kernels: Kernels, plan: Atten
 
 def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit) -> AttentionPlan:
     """Return these heads and an attention core for them, wrapped for the mesh."""
+    def core(part: HeadSplit) -> Core:
+        indices = part.kv_indices(mesh.rank("ulysses"))
+        whole = match_heads(kernels.core, indices, mesh.device)
+        if not run.memory.sequence_chunk_size:
+            return whole
+        return ChunkAttention(whole, match_heads_in_kernel(kernels.block_kernel, indices, mesh.device),
+                              match_heads(attend_in_query_blocks, indices, mesh.device), first_query_head(part, mesh))
+
     overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
-    wrapped = parallel_attention(kernels.core, kernels.block_kernel, heads, mesh, overlap=overlap,
-                                 compiled=run.train.compile)
+    wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap, compiled=run.train.compile)
     return AttentionPlan(heads, wrapped, first_query_head(heads, mesh))
 
 
@@ -68,7 +78,7 @@ def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegio
              kernels: Kernels) -> GPT:
     """Return all modules of a stage, with parameters on the meta device, which takes no memory."""
     model, seed = run.model, run.train.seed
-    tokens = run.data.seq_length // mesh.size("sp")
+    tokens = (run.memory.sequence_chunk_size or run.data.seq_length) // mesh.size("sp")
     first_token = mesh.rank("sp") * tokens + region.outside_tokens(tokens)[0]
     plan = plan_attention(run, mesh, kernels)
     groups = plan_head_groups(run, mesh, kernels, plan)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from megatron_sp.activations.key_values import Chunk
 from megatron_sp.activations.offload import ActivationOffload
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
@@ -49,7 +50,8 @@ class Embedding(nn.Module):
     """Token embedding, plus learned positions where the model has them, then dropout.
 
     Args:
-        first_token: global number of this rank's first token between tensor-parallel regions; it keys dropout.
+        first_token: number of this rank's first token between tensor-parallel regions, within the sequence or, where
+            it is computed in chunks, within a chunk; it keys dropout.
     """
 
     def __init__(self, model: Model, *, seed: int, first_token: int, region: TensorRegion, dtype: torch.dtype):
@@ -63,12 +65,14 @@ class Embedding(nn.Module):
                                               dtype=dtype)
         self.dropout = Dropout(model.hidden_dropout, seed, "embedding")
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor,
+                chunk: Chunk | None = None) -> torch.Tensor:
         """[b, t] -> [b, t(/tp), h]"""
         x = self.word(tokens)  # [b, t] -> [b, t(/tp), h]
         if self.position is not None:
             x = x + self.position(positions)
-        return self.dropout.hidden(x, sample_ids, self.first_token) if self.training else x
+        first = self.first_token + (0 if chunk is None else chunk.first_token)
+        return self.dropout.hidden(x, sample_ids, first) if self.training else x
 
 
 class GPT(nn.Module):
@@ -96,7 +100,8 @@ class GPT(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor, *,
                 labels: torch.Tensor | None = None, reduction: Literal["sum", "none"] = "sum",
-                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None) -> torch.Tensor:
+                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None,
+                chunk: Chunk | None = None) -> torch.Tensor:
         """Return the losses of this rank's tokens, or without labels their logits.
 
         Args:
@@ -107,22 +112,23 @@ class GPT(nn.Module):
             reduction: "sum" for training; "none" for the loss of each token, without gradients.
             mask: which keys each query may see, for the whole sequences.
             cache: keys and values of earlier tokens, for decoding token by token.
+            chunk: the chunk of the sequence that these tokens are, if they are not the whole sequence.
         Returns:
-            On an earlier stage hidden states [b, s/sp(/tp), h], without labels logits [b, s/sp, v/tp], else the sum of
-            the losses [1] or, unreduced, the losses [b, s/sp].
+            On an earlier stage, or for a chunk that needs no output, hidden states [b, s/sp(/tp), h]; else without
+            labels logits [b, s/sp, v/tp], with labels the sum of the losses [1] or, unreduced, the losses [b, s/sp].
         """
         if self.embedding is not None:
-            x = self.embedding(x, positions, sample_ids)  # [b, s/sp] -> [b, s/sp(/tp), h]
+            x = self.embedding(x, positions, sample_ids, chunk)  # [b, s/sp] -> [b, s/sp(/tp), h]
         angles = None
         if self.config.position_embedding_type == "rope":
             angles = rotation(self.config, positions, x.dtype)
         for index, blocks in enumerate(self.units()):
             with self.offload.around(index, x) if self.offload else contextlib.nullcontext():
                 if len(blocks) > 1 and torch.is_grad_enabled():
-                    x = recompute(run_layers, blocks, x, angles, sample_ids, mask)
+                    x = recompute(run_layers, blocks, x, angles, sample_ids, mask, None, chunk)
                 else:
-                    x = run_layers(blocks, x, angles, sample_ids, mask, cache)
-        if self.final_norm is None or self.output is None:
+                    x = run_layers(blocks, x, angles, sample_ids, mask, cache, chunk)
+        if self.final_norm is None or self.output is None or (chunk is not None and not chunk.needs_output):
             return x
         tied = None if self.embedding is None else self.embedding.word.weight
         x = self.final_norm(x)
@@ -150,8 +156,8 @@ class GPT(nn.Module):
 
 
 def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, angles: Rotation | None, sample_ids: torch.Tensor,
-               mask: AttentionMask, cache: KeyValueCache | None = None) -> torch.Tensor:
+               mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
     """Apply the layers one after another: [b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
     for block in blocks:
-        x = block(x, angles, sample_ids, mask, cache)
+        x = block(x, angles, sample_ids, mask, cache, chunk)
     return x

@@ -19,7 +19,8 @@ class Kernels:
 
     Args:
         core: computes attention on one rank, or between the exchanges of Ulysses.
-        block_kernel: computes attention to one block of keys in a ring. A run with a ring does not use ``core``.
+        block_kernel: computes attention to one block of keys, in a ring or of a chunk of the sequence. Such runs do not
+            train with ``core``.
         norms: compute every norm of the model.
         warnings: sentences for the log on kernels that are installed or usual and cannot be used here.
     """
@@ -38,19 +39,25 @@ def choose_kernels(run: Run, device: torch.device) -> Kernels:
     """
     choice, dtype = run.train.fused_kernels, getattr(torch, run.precision.dtype)
     norms = choose_norm_kernels("torch" if choice == "auto" and run.train.compile else choice, device)
-    if run.parallel.ring > 1:
-        chosen = choose_block_kernel(device, dtype, run.model.head_dim)
+    if uses_blocks(run):
+        chosen = choose_block_kernel(device, dtype, run.model.head_dim, ring=run.parallel.ring > 1)
         return Kernels(SDPACore(), chosen.kernel, norms, chosen.warnings)
     core = choose_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
                        half_head_dim=run.model.head_dim if dtype != torch.float32 else 0)
     return Kernels(core.core, UnfusedBlockKernel(), norms, core.warnings)
 
 
+def uses_blocks(run: Run) -> bool:
+    """Return whether attention takes its keys in blocks: those of a ring's ranks, or of chunks of the sequence."""
+    return run.parallel.ring > 1 or run.memory.sequence_chunk_size > 0
+
+
 def kernels_in_words(run: Run, kernels: Kernels) -> str:
     """Return one line for the log that names the kernels of a run."""
     core = kernels.core.description
-    if run.parallel.ring > 1:
-        attention = f"{kernels.block_kernel.description} (blocks of a ring)"
+    if uses_blocks(run) and run.model.attention_dropout == 0:
+        blocks = "a ring" if run.parallel.ring > 1 else f"{run.memory.sequence_chunk_size} tokens"
+        attention = f"{kernels.block_kernel.description} (blocks of {blocks})"
     elif run.model.attention_dropout > 0:
         attention = ("unfused in query blocks, several times slower than fused attention, because of "
                      f"--attention-dropout {run.model.attention_dropout:g} (--attention-dropout 0 makes it fast)")

@@ -5,6 +5,7 @@ The wrapped core has the call signature of a core. So the model's attention laye
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from megatron_sp.parallel.ulysses import Core, UlyssesAttention, UlyssesExchange
 from megatron_sp.parallel.ulysses_overlap import HeadGroup, OverlappedUlysses
 
 CPU = torch.device("cpu")
+#: Returns the core that attends with this rank's part of some heads.
+CoreOf = Callable[[HeadSplit], Core]
 
 
 class HeadCopyingCore:
@@ -69,7 +72,7 @@ def match_heads(core: Core, kv_indices: tuple[int, ...], device: torch.device = 
     return core if are_equal_groups(kv_indices) else HeadCopyingCore(core, kv_indices, device)
 
 
-def parallel_attention(core: Core, kernel: BlockKernel, heads: HeadSplit, mesh: ParallelMesh, *,
+def parallel_attention(core: CoreOf, kernel: BlockKernel, heads: HeadSplit, mesh: ParallelMesh, *,
                        overlap: int = 0, compiled: bool = False) -> Core:
     """Wrap a core for this mesh.
 
@@ -82,24 +85,25 @@ def parallel_attention(core: Core, kernel: BlockKernel, heads: HeadSplit, mesh: 
     A ring uses the block kernel instead of the core, because it merges the results of several blocks of keys.
 
     Args:
-        core: attends on one rank, ``(q [b, s, n, d], k, v [b, s, g, d], mask=..., **how) -> o [b, s, n, d]``.
+        core: returns for some heads the core that attends with this rank's part of them,
+            ``(q [b, s, n, d], k, v [b, s, g, d], mask=..., **how) -> o [b, s, n, d]``.
         kernel: attends to one block of keys of a ring.
         heads: the heads of this tensor-parallel rank and their split over the Ulysses ranks.
         overlap: number of head groups whose Ulysses exchanges overlap with attention; 0 lets ``default_overlap``
             choose.
         compiled: whether the layer is compiled; then only functional collectives are used, which Dynamo can trace.
     """
-    kv_indices = heads.kv_indices(mesh.rank("ulysses"))
     if mesh.size("ring") > 1:
-        core = RingAttention(Ring(mesh.group("ring"), match_heads_in_kernel(kernel, kv_indices, mesh.device)))
+        kv_indices = heads.kv_indices(mesh.rank("ulysses"))
+        inner: Core = RingAttention(Ring(mesh.group("ring"), match_heads_in_kernel(kernel, kv_indices, mesh.device)))
     else:
         count = 1 if compiled or mesh.size("ulysses") == 1 else overlap or default_overlap(heads, mesh)
         if count > 1:
             return overlapped_ulysses(core, heads, mesh, count)
-        core = match_heads(core, kv_indices, mesh.device)
+        inner = core(heads)
     if mesh.size("ulysses") == 1:
-        return core
-    return UlyssesAttention(core, UlyssesExchange(mesh.channel("ulysses", compiled=compiled), heads))
+        return inner
+    return UlyssesAttention(inner, UlyssesExchange(mesh.channel("ulysses", compiled=compiled), heads))
 
 
 def default_overlap(heads: HeadSplit, mesh: ParallelMesh) -> int:
@@ -111,12 +115,12 @@ def default_overlap(heads: HeadSplit, mesh: ParallelMesh) -> int:
     return heads.max_groups_without_extra_traffic(2) if mesh.device.type == "cuda" else 1
 
 
-def overlapped_ulysses(core: Core, heads: HeadSplit, mesh: ParallelMesh, count: int) -> OverlappedUlysses:
+def overlapped_ulysses(core: CoreOf, heads: HeadSplit, mesh: ParallelMesh, count: int) -> OverlappedUlysses:
     """Wrap a core with Ulysses exchanges of ``count`` groups of heads, which overlap with attention."""
-    rank, channel = mesh.rank("ulysses"), mesh.channel("ulysses")
+    channel = mesh.channel("ulysses")
     return OverlappedUlysses(heads, [
-        HeadGroup(part, UlyssesExchange(channel, part), match_heads(core, part.kv_indices(rank), mesh.device),
-                  first_query_head(part, mesh)) for part in heads.in_groups(count)])
+        HeadGroup(part, UlyssesExchange(channel, part), core(part), first_query_head(part, mesh))
+        for part in heads.in_groups(count)])
 
 
 def first_query_head(heads: HeadSplit, mesh: ParallelMesh) -> int:

@@ -49,7 +49,7 @@ class OverlappedUlysses:
         self.heads, self.groups = heads, list(groups)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
-                 dropout: Any = None) -> torch.Tensor:
+                 dropout: Any = None, **how: Any) -> torch.Tensor:
         """Attend over the whole sequence: [b, s/P, n, d] -> [b, s/P, n, d]."""
         finish_qkv = self._start_qkv(self.groups[0], q, k, v)
         finish_outputs: list[Callable[[], torch.Tensor]] = []
@@ -58,7 +58,7 @@ class OverlappedUlysses:
             if following is not None:
                 finish_qkv = self._start_qkv(following, q, k, v)
             group_dropout = dropout and dataclasses.replace(dropout, first_head=group.first_head)
-            output = group.core(*qkv, mask=mask, dropout=group_dropout)
+            output = group.core(*qkv, mask=mask, dropout=group_dropout, **how)
             finish_outputs.append(group.exchange.start_to_sequence(output))
         return torch.cat([finish() for finish in finish_outputs], dim=2)  # -> [b, s/P, n, d]
 

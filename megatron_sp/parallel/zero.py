@@ -7,10 +7,12 @@ groups of N ranks, and every group has a copy (hybrid sharding). Stage 0 in fp32
 
 | stage | gathered parameters after forward | gradients are summed over ranks | what is sharded |
 |---|---|---|---|
-| 0 | kept | after the last microbatch | nothing |
-| 1 | kept | after the last microbatch | optimizer states and fp32 master weights |
-| 2 | kept | after every microbatch | gradients too |
-| 3 | freed | after every microbatch | parameters too |
+| 0 | kept | in the last backward of a step | nothing |
+| 1 | kept | in the last backward of a step | optimizer states and fp32 master weights |
+| 2 | kept | in every backward | gradients too |
+| 3 | freed | in every backward | parameters too |
+
+A step has a backward for each microbatch and, with ``--sequence-chunk-size``, for each of its chunks.
 
 Gradients are summed, never averaged, because the loss is already divided by the global token count.
 """
@@ -66,10 +68,10 @@ class ZeroSharding:
                 module.set_force_sum_reduction_for_comms(True)
 
 
-def synchronize_gradients(model: nn.Module, zero_stage: int, *, is_last_microbatch: bool) -> None:
+def synchronize_gradients(model: nn.Module, zero_stage: int, *, is_last: bool) -> None:
     """Tell FSDP, before a backward pass, whether to sum the pass's gradients over the ranks or only to add them up.
 
-    Stages 0 and 1 sum once, in the backward pass of the last microbatch.
+    Stages 0 and 1 sum once, in the last backward pass of a step.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(zero_stage >= 2 or is_last_microbatch)
+        model.set_requires_gradient_sync(zero_stage >= 2 or is_last)

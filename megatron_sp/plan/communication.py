@@ -14,6 +14,7 @@ from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import HeadSplit
 from megatron_sp.layout.sharding import uses_fsdp
 from megatron_sp.layout.stages import stage_layers
+from megatron_sp.layout.tiles import num_chunks
 from megatron_sp.plan.sizes import FP32, Sizes, Weights
 
 
@@ -44,6 +45,7 @@ def step_traffic(run: Run) -> list[Traffic]:
     """
     parallel = run.parallel
     microbatches = max(1, run.train.global_batch_size // max(1, run.train.micro_batch_size * parallel.dp))
+    microbatches *= num_chunks(run)  # each is computed by itself, and ``Sizes`` counts the tokens of one
     layers = max(sum(len(stage) for stage in stages) for stages in _layers_of_ranks(run))
     per_layer = {"tp": _tensor(run), "ulysses": _ulysses(run), "ring": _ring(run)}
     found = [Traffic(axis, getattr(parallel, axis), sent * layers * microbatches, what, hidden)
@@ -69,12 +71,17 @@ def _forwards(run: Run) -> int:
     return 2 if run.memory.recompute_granularity == "full" or run.memory.attention_head_groups > 1 else 1
 
 
+def _first_pass(run: Run) -> float:
+    """Return the share of the chunks whose forward runs once more, before any backward."""
+    return 1 - 1 / num_chunks(run)
+
+
 def _tensor(run: Run) -> tuple[float, str, bool]:
     sizes, tp = Sizes.of(run), run.parallel.tp
     one = 2 * (tp - 1) / tp * sizes.inside * sizes.hidden * sizes.element  # an all-reduce, or all-gather and -scatter
     repeats = 2 if run.memory.recompute_granularity else 1
     what = "all-gathers and reduce-scatters" if run.parallel.megatron_sp else "all-reduces"
-    return (2 * repeats + 2) * one, f"{what} of activations around attention and feed-forward", False
+    return (2 * repeats + 2 * _first_pass(run) + 2) * one, f"{what} of activations around attention and feed-forward", False
 
 
 def _ulysses(run: Run) -> tuple[float, str, bool]:
@@ -83,7 +90,7 @@ def _ulysses(run: Run) -> tuple[float, str, bool]:
     # Heads that a rank exchanges for each of its tokens: those of q, k and v before attention, of the output after it.
     own = heads.heads_sent + (heads.query[1] - heads.query[0])
     forward = (parallel.ulysses - 1) / parallel.ulysses * sizes.inside * own * model.head_dim * sizes.element
-    return (_forwards(run) + 1) * forward, "all-to-alls of query, key, value and attention's output", False
+    return (_forwards(run) + _first_pass(run) + 1) * forward, "all-to-alls of query, key, value and attention's output", False
 
 
 def _ring(run: Run) -> tuple[float, str, bool]:
@@ -103,7 +110,7 @@ def _states(run: Run, layers: int, microbatches: int) -> tuple[float, str]:
     shard = parallel.fsdp_size or parallel.fsdp
     reduce = 2 if run.precision.grad_reduce_in_bf16 else FP32
     reductions = microbatches if parallel.zero_stage >= 2 and parallel.pp == 1 else 1
-    gathers = microbatches * (2 if parallel.zero_stage == 3 else 1) if parallel.pp == 1 else 1
+    gathers = microbatches * (2 + _first_pass(run) if parallel.zero_stage == 3 else 1) if parallel.pp == 1 else 1
     sent = _share(shard) * parameters * (reductions * reduce + gathers * Sizes.of(run).element)
     if parallel.fsdp > shard:
         sent += 2 * _share(parallel.fsdp // shard) * parameters / shard * reduce * reductions

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from megatron_sp.config.schema import Model, Run
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.stages import stage_layers
+from megatron_sp.layout.tiles import num_chunks
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How many times backward computes the forward of each part again, as a mean over all layers.
+    """How many times a step computes the forward of each part again, as a mean over all layers.
 
     Attributes:
         projections: products with attention's weights, which give q, k, v and the output.
@@ -60,7 +61,7 @@ class SequenceFlops:
 
 
 def repeats_of(run: Run) -> Repeats:
-    """Return what recomputation, tiles, head groups and attention dropout compute again in backward.
+    """Return what recomputation, tiles, head groups, attention dropout and chunks compute again.
 
     - ``--mlp-tile-size`` and ``--attention-head-groups`` compute their own part again. Recomputing a single layer
       leaves that part out. Recomputing several layers together does not, and neither does selective recomputation with
@@ -68,6 +69,8 @@ def repeats_of(run: Run) -> Repeats:
     - ``--attention-dropout`` forms probabilities in blocks of queries and computes their scores again. Selective
       recomputation keeps the output of fused attention only, so with dropout it computes attention again as well.
     - torch stops a recomputation before its last product, whose result nobody needs.
+    - ``--sequence-chunk-size`` computes the forward of all chunks but the last once more, before any backward. The store
+      of keys and values keeps the output of attention for selective recomputation, which then computes none again.
     """
     memory, model = run.memory, run.model
     kind, tiled, grouped = memory.recompute_granularity, memory.mlp_tile_size > 0, memory.attention_head_groups > 1
@@ -79,9 +82,14 @@ def repeats_of(run: Run) -> Repeats:
     attention = layers if unit > 1 or not grouped else 0.0
     mlp = layers if unit > 1 or not tiled or (kind == "selective" and not grouped) else 0.0
     query, key_value = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
-    return Repeats(projections=attention + grouped * (query + 2 * key_value) / (2 * query + 2 * key_value),
-                   mlp=mlp + tiled - (0.0 if tiled else ends / _matrices(model)),
-                   attention=(attention if kind == "full" or grouped or drops else 0.0) + grouped + drops / 2)
+    chunks = num_chunks(run)
+    first_pass = (chunks - 1) / chunks  # of the tokens; its causal attention is the square of it
+    scores = (attention if kind == "full" or grouped or drops else 0.0) + grouped + drops / 2 + first_pass**2
+    if chunks > 1 and kind == "selective" and not drops:
+        scores = 0.0
+    return Repeats(
+        projections=attention + first_pass + grouped * (query + 2 * key_value) / (2 * query + 2 * key_value),
+        mlp=mlp + tiled + first_pass - (0.0 if tiled else ends / _matrices(model)), attention=scores)
 
 
 def _matrices(model: Model) -> int:

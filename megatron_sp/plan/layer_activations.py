@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_sp.config.schema import Run
-from megatron_sp.layout.tiles import QUERY_BLOCK
+from megatron_sp.layout.tiles import QUERY_BLOCK, num_chunks, tokens_at_once
 from megatron_sp.plan.sizes import FP32, Sizes, Weights
 
 #: For each activation function, how many tensors of width f forward keeps, and how many backward holds at its peak.
@@ -139,6 +139,11 @@ def _core(run: Run, sizes: Sizes, device: str) -> _Core:
         exchanged = parallel.ring * (q + lse)
     if parallel.ulysses > 1:
         peak = max(peak, 2 * qkv + before_exchange)
+    if num_chunks(run) > 1:
+        # The gradients of one earlier chunk's keys and values, when the store makes its sum of them; dq in fp32.
+        peak += 2 * kv + 2 * t * sizes.core_kv * FP32 + (t * sizes.core_query * FP32 if e < FP32 else 0)
+        # Selective recomputation: the store of keys and values keeps the output of attention, not the layer.
+        exchanged = exchanged - q - lse
     if run.train.attention_backend == "unfused":
         square = sizes.core_heads * t * run.data.seq_length / parallel.ring * FP32
         kept, peak = kept + square, peak + 3 * square
@@ -161,7 +166,7 @@ def _feed_forward(run: Run, sizes: Sizes) -> tuple[float, float, bool]:
     The third value says whether they are those of one tile. The peak then includes the tile's gradients of the weights.
     """
     activation, tile = run.model.activation, run.memory.mlp_tile_size
-    local = run.data.seq_length // run.parallel.sp
+    local = tokens_at_once(run) // run.parallel.sp
     wide = sizes.ffn * sizes.element
     kept, peak = FFN_KEPT[activation] * wide, FFN_PEAK[activation] * wide
     if not 0 < tile < local:

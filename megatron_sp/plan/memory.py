@@ -35,13 +35,14 @@ from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
 from megatron_sp.layout.sharding import GRADIENT_BUCKET, uses_fsdp
 from megatron_sp.layout.stages import stage_layers
+from megatron_sp.layout.tiles import num_chunks
 from megatron_sp.plan.layer_activations import LayerMemory, layer_memory
 from megatron_sp.plan.sizes import FP32, Sizes, Weights
 
 #: What a process holds before it makes a tensor: interpreter and libraries; on a GPU the context and its libraries.
 FIXED = {"cpu": 0, "gpu": 3 << 30}
 COMPONENTS = ("weights", "gradients", "optimizer states", "gathered weights", "kept activations", "layer working set",
-              "loss", "other", "fixed")
+              "keys and values", "loss", "other", "fixed")
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class _Rank:
         self.offloads = run.memory.offload_optimizer
         self.is_wrapped = uses_fsdp(run)
         self.microbatches = max(1, run.train.global_batch_size // (run.train.micro_batch_size * parallel.dp))
+        self.backwards = self.microbatches * num_chunks(run)
 
     # ---------------------------------------------------------------- states
 
@@ -126,6 +128,9 @@ class _Rank:
         fixed = {"weights": FP32 * self.parameters / self.shard,
                  "optimizer states": states * FP32 * self.parameters / self.shard if self.counts_optimizer else 0,
                  "fixed": FIXED[self.device]}
+        kept = self.chunk_store()
+        fixed["keys and values"] = self.fetched_chunks() if self.run.memory.offload_key_values else kept
+        host += kept if self.run.memory.offload_key_values else 0
         if self.offloads:  # weights, their gradients and optimizer states
             host += fixed["optimizer states"] + 2 * fixed["weights"]
             fixed["weights"] = fixed["optimizer states"] = 0
@@ -137,21 +142,43 @@ class _Rank:
     def _other(self) -> float:
         """Return the bytes of tokens, labels and positions (int64) of all microbatches, and of rotary angles of one."""
         run, t = self.run, self.sizes.inside
+        whole = t * num_chunks(run)
         angles = run.model.head_dim * run.model.rotary_percent * FP32 if (
             run.model.position_embedding_type == "rope") else 0
         buffers = 0.0
         if run.parallel.pp > 1:  # torch's stages have a receive buffer for each microbatch and for each gradient
             ends = 2 * self.num_stages - self.is_first - self.is_last
             buffers = ends * self.microbatches * self.layer.x
-        return 3 * 8 * t * self.microbatches + t * angles + buffers
+        return 3 * 8 * whole * self.microbatches + t * angles + buffers
+
+    # ---------------------------------------------------------------- chunks of the sequence
+
+    def chunk_store(self) -> float:
+        """Return the bytes of keys, values, their gradients and attention outputs that are kept of earlier chunks.
+
+        They are most before the backward of the last but one chunk: keys and values of all chunks but the last, and
+        gradients of the same from the last chunk's backward.
+        """
+        earlier = num_chunks(self.run) - 1
+        sizes, tokens = self.sizes, self.sizes.inside
+        kept = 2 * earlier * tokens * sizes.core_kv * (sizes.element + FP32)
+        if self.run.memory.recompute_granularity == "selective":
+            kept += (earlier + 1) * tokens * (sizes.core_query * sizes.element + sizes.core_heads * FP32)
+        return kept * self.num_layers
+
+    def fetched_chunks(self) -> float:
+        """Return the bytes on the device of what is in host memory: of two chunks, while one of them is fetched."""
+        sizes = self.sizes
+        held = min(2, num_chunks(self.run) - 1) if self.device == "gpu" else 0
+        return held * 2 * sizes.inside * sizes.core_kv * (sizes.element + FP32)
 
     # ---------------------------------------------------------------- weights and gradients during the step
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """Return whether FSDP keeps gradients unsharded between microbatches."""
+        """Return whether FSDP keeps gradients unsharded between backwards."""
         parallel = self.run.parallel
-        several = self.microbatches > 1
+        several = self.backwards > 1
         return self.is_wrapped and several and (parallel.pp > 1 or parallel.zero_stage < 2)
 
     def gathered(self, *, layers: int, layer_now: bool, output: bool) -> float:
@@ -192,15 +219,15 @@ class _Rank:
         else:
             done_whole = 0
         if not self.is_wrapped:
-            # After the first microbatch all gradients exist.
-            made = self.parameters if self.microbatches > 1 else done + done_whole
+            # After the first backward all gradients exist.
+            made = self.parameters if self.backwards > 1 else done + done_whole
             return FP32 * (made + working)
         if self.keeps_whole_gradients:
             total = FP32 * self.parameters
             if self.run.parallel.pp == 1:
                 total += e * working
             return total + FP32 * max(working, previous)
-        sharded = FP32 * (self.parameters if self.microbatches > 1 else done) / self.shard * (not self.offloads)
+        sharded = FP32 * (self.parameters if self.backwards > 1 else done) / self.shard * (not self.offloads)
         return sharded + self._reduction() * working + FP32 * previous + e * done_whole
 
     def _reduction(self) -> float:
@@ -317,7 +344,7 @@ class _Rank:
 
     def _output_gradients(self) -> float:
         """Return the bytes of the output layer's gradients, which ``gradients`` counts and which do not exist yet."""
-        return 0.0 if self.microbatches > 1 or self.offloads else FP32 * self.output / self.shard
+        return 0.0 if self.backwards > 1 or self.offloads else FP32 * self.output / self.shard
 
     def _loss(self) -> float:
         """Return the bytes of the final norm's input and output, of the gradients of x and weight, and of a tile."""

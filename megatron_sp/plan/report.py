@@ -92,7 +92,7 @@ def longest_sequence(run: Run, device: Device) -> int:
 
     Memory grows with the length, so the answer is found by bisection, among the lengths that the layout divides.
     """
-    step = SequenceLayout.of(run.parallel, run.data.seq_length).divisor
+    step = SequenceLayout.of(run).divisor
     step *= run.parallel.tp if run.parallel.megatron_sp else 1
     step *= max(1, 1024 // step)
     low, high = 0, 1

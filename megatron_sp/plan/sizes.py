@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import kv_range
-from megatron_sp.layout.tiles import loss_tile
+from megatron_sp.layout.tiles import loss_tile, tokens_at_once
 
 #: Bytes of an fp32 number.
 FP32 = 4
@@ -18,7 +18,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one rank holds of a microbatch and of the weights.
+    """What one rank holds of a microbatch, or of a chunk of it, and of the weights.
 
     Attributes:
         element: bytes of a number in the compute type.
@@ -49,7 +49,7 @@ class Sizes:
     def of(cls, run: Run) -> Sizes:
         """Return the sizes of the rank with the most heads."""
         model, parallel = run.model, run.parallel
-        tokens = run.train.micro_batch_size * (run.data.seq_length // parallel.sp)
+        tokens = run.train.micro_batch_size * (tokens_at_once(run) // parallel.sp)
 
         def kv_heads(num_query: int) -> int:
             """Return the number of key/value heads that this many query heads need."""

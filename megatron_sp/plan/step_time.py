@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.grid import AXES, VIEWS
 from megatron_sp.layout.schedules import SCHEDULES
+from megatron_sp.layout.tiles import num_chunks
 from megatron_sp.plan.communication import Traffic, step_traffic
 from megatron_sp.plan.devices import Device
 from megatron_sp.plan.flops import repeats_of, sequence_flops
-from megatron_sp.plan.sizes import Sizes
+from megatron_sp.plan.sizes import FP32, Sizes
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,28 @@ def _host_bytes(run: Run) -> float:
     """Return the bytes that offload moves over a device's link to the host in one step, both directions together."""
     memory, parallel, sizes = run.memory, run.parallel, Sizes.of(run)
     microbatches = max(1, run.train.global_batch_size // max(1, run.train.micro_batch_size * parallel.dp))
+    microbatches *= num_chunks(run)
     layers = run.model.num_layers / parallel.pp
     moved = 2 * memory.offload_activations * layers * sizes.outside * sizes.hidden * sizes.element * microbatches
+    if memory.offload_key_values:
+        moved += layers * microbatches * _fetched_keys(run, num_chunks(run))
     if memory.offload_optimizer:
         moved += 2 * 4 * _parameters(run) / max(1, parallel.fsdp_size or parallel.fsdp)
     return moved
+
+
+def _fetched_keys(run: Run, chunks: int) -> float:
+    """Return the bytes of keys and values that a chunk of a layer moves, as a mean over the chunks.
+
+    Each forward and each backward fetches what all earlier chunks keep, which is half of the chunks on average. Backward
+    also fetches their gradients, adds to them and writes them back.
+    """
+    sizes = Sizes.of(run)
+    forwards = 1 + (run.memory.recompute_granularity == "full") + (chunks - 1) / chunks
+    if run.memory.recompute_granularity == "selective":
+        forwards = 1
+    one = 2 * sizes.inside * sizes.core_kv
+    return (chunks - 1) / 2 * one * ((forwards + 1) * sizes.element + 2 * FP32) + 2 * one * sizes.element
 
 
 def _parameters(run: Run) -> float:

@@ -12,6 +12,7 @@ from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import HeadSplit, are_equal_groups
 from megatron_sp.layout.schedules import SCHEDULES
 from megatron_sp.layout.stages import stage_layers
+from megatron_sp.layout.tiles import num_chunks, tokens_at_once
 
 #: For each code path: the cost of a proof without it, and its description for users. Where a proof cannot have all code
 #: paths, ``shrink`` chooses the small run for which the costs of the missing ones have the lowest sum.
@@ -57,7 +58,7 @@ def code_paths(run: Run) -> dict[str, Any]:
         "copies of sums": parallel.pp > 1 and not model.untie_embeddings_and_output_weights and parallel.fsdp > 2,
         "sharded": shard > 1, "replicated": parallel.fsdp // shard > 1,
         "shards within a sequence": 1 < shard <= parallel.sp,
-        "memory": memory_paths(run), "partly rotated heads": model.rotary_percent < 1,
+        "memory": memory_paths(run), "chunks": min(3, num_chunks(run)), "partly rotated heads": model.rotary_percent < 1,
         "tail of learned positions":
             model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > run.data.seq_length,
     }
@@ -96,7 +97,7 @@ def memory_paths(run: Run) -> tuple[bool, ...]:
         Whether the MLP has several tiles of tokens; whether the loss has; whether several layers are recomputed as one
         unit; whether each stage has layers that are not recomputed (``--recompute-method block``).
     """
-    memory, tokens = run.memory, run.data.seq_length // run.parallel.sp
+    memory, tokens = run.memory, tokens_at_once(run) // run.parallel.sp
     fewest = min(len(layers) for layers in stage_layers(run.model, run.parallel))
     return (0 < memory.mlp_tile_size < tokens, 0 < memory.loss_tile_size < tokens, memory.recompute_num_layers > 1,
             memory.recompute_method == "block" and memory.recompute_num_layers < fewest)

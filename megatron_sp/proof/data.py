@@ -104,7 +104,7 @@ class TokenSet:
 def read_from_memory(run: Run, mesh: ParallelMesh, batches: Sequence[Batch]) -> BatchReader:
     """Return the framework's data reader for this rank, which reads the batches from memory."""
     samples = TokenSet(batches)
-    layout = SequenceLayout.of(run.parallel, run.data.seq_length)
+    layout = SequenceLayout.of(run)
     return BatchReader(samples, layout, mesh.rank("sp"), mesh.rank("dp"), mesh.size("dp"), END, samples.masks)
 
 

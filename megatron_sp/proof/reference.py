@@ -59,8 +59,8 @@ def keyed_dropout(run: Run, first_sample: int = 0) -> Drop:
     """Return the dropout of a global batch, with the same masks that the framework draws for its samples.
 
     The masks come from the framework's generator, but their keys are computed here. For hidden states there is one mask
-    for each sample and each rank's part of the tokens. For attention probabilities there is one for each sample, head
-    and block of 512 queries in every layout.
+    for each sample and each rank's part of the tokens, or of a chunk of the tokens. For attention probabilities there
+    is one for each sample, head and block of 512 queries in every layout, which begins anew with each chunk.
 
     Args:
         run: gives the dropout probabilities, the seed and the layout.
@@ -68,6 +68,7 @@ def keyed_dropout(run: Run, first_sample: int = 0) -> Drop:
     """
     parallel = run.parallel
     shards = parallel.sp * (parallel.tp if parallel.megatron_sp else 1)
+    chunk = run.memory.sequence_chunk_size
 
     def drop(site: str, x: Tensor, head: int = 0) -> Tensor:
         is_attention = site.endswith("/attention")
@@ -78,11 +79,14 @@ def keyed_dropout(run: Run, first_sample: int = 0) -> Drop:
         samples = range(first_sample, first_sample + x.shape[0])
         keep = torch.empty_like(x, dtype=torch.bool)  # [B, s, h] or [B, s, s]
         if is_attention:
-            assert x.shape[1] <= 512
+            queries = chunk or x.shape[1]
+            assert queries <= 512
             for row, sample in enumerate(samples):
-                keep[row] = source.keep(tuple(x.shape[1:]), x.device, sample, head, 0)
+                for start in range(0, x.shape[1], queries):
+                    stop = start + queries
+                    keep[row, start:stop, :stop] = source.keep((queries, stop), x.device, sample, head, start)
         else:
-            order, part = tokens_by_rank(x.shape[1], parallel.ring), x.shape[1] // shards
+            order, part = tokens_by_rank(x.shape[1], parallel.ring), (chunk or x.shape[1]) // shards
             for row, sample in enumerate(samples):
                 for start in range(0, x.shape[1], part):
                     keep[row, order[start:start + part]] = source.keep((part, x.shape[2]), x.device, sample, start)

@@ -243,15 +243,18 @@ def _small_model(run: Run, like: Run) -> Run:
     hidden, unit = 32, 4 * parallel.tp
     ffn = max(unit, round(model.ffn_hidden_size / model.hidden_size * hidden / unit) * unit)
     tokens = parallel.sp * (2 if parallel.ring > 1 else 1) * (parallel.tp if parallel.megatron_sp else 1)
-    length = tokens * max(1, -(-16 // tokens))
+    chunks = wanted["chunks"]
+    at_once = tokens * max(1, -(-(16 if chunks == 1 else 8) // tokens))
+    length = chunks * at_once
     tail = 8 if wanted["tail of learned positions"] else 0
-    given, tile = run.memory, max(1, length // parallel.sp // 2)
+    given, tile = run.memory, max(1, at_once // parallel.sp // 2)
     mlp_tiled, loss_tiled, several, rest = wanted["memory"]
     recomputed = 1 if given.recompute_method == "block" else min(2, given.recompute_num_layers)
     layers, each = _few_layers(run, 2 if several or rest else 1, is_uneven=wanted["uneven stages"])
     return replace(
         run, data=replace(run.data, seq_length=length),
-        memory=replace(given, mlp_tile_size=tile if mlp_tiled else given.mlp_tile_size,
+        memory=replace(given, sequence_chunk_size=at_once if given.sequence_chunk_size else 0,
+                       mlp_tile_size=tile if mlp_tiled else given.mlp_tile_size,
                        loss_tile_size=tile if loss_tiled else given.loss_tile_size, recompute_num_layers=recomputed),
         model=replace(model, hidden_size=hidden, kv_channels=min(width, model.kv_channels), ffn_hidden_size=ffn,
                       num_layers=layers, max_position_embeddings=length + tail),

@@ -302,6 +302,9 @@ def simplifications(run: Run) -> Iterator[tuple[str, Run]]:
     for what, is_used, change in changes:
         if is_used:
             yield from _allowed(what, run, replace(parallel, **change))  # type: ignore[arg-type]
+    if run.memory.sequence_chunk_size:
+        whole = replace(run.memory, sequence_chunk_size=0, offload_key_values=False)
+        yield from _allowed("--sequence-chunk-size", replace(run, memory=whole), parallel)
     if run.memory != Memory():
         yield from _allowed("recomputation, tiling and offload", replace(run, memory=Memory()), parallel)
     if parallel.dp > 1:

@@ -20,6 +20,7 @@ from megatron_sp.parallel.gradients import sum_over_copies, sum_over_tensor_rank
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import PipelineRunner, Stages
 from megatron_sp.parallel.zero import synchronize_gradients
+from megatron_sp.train.chunk_recurrence import ChunkRecurrence, Part
 from megatron_sp.train.report.timers import Timers
 
 
@@ -30,13 +31,15 @@ class Engine:
         model: a GPT; its FSDP modules, if any, sum gradients over the ranks and do not average them.
         mesh: the mesh that the model is built on.
         timers: measure forward, backward and the sum of gradients.
-        zero_stage: with 0 and 1, FSDP sums gradients over the ranks at the last microbatch, with 2 and 3 at each.
+        zero_stage: with 0 and 1, FSDP sums gradients over the ranks in the last backward, with 2 and 3 in each.
         sum_copies: whether every rank holds a whole copy of the weights outside FSDP. Then this class sums the
             gradients over the ranks after the last microbatch.
+        recurrence: says into which chunks sequences are cut.
     """
 
-    def __init__(self, model: nn.Module, mesh: ParallelMesh, timers: Timers, *, zero_stage: int, sum_copies: bool):
-        self.model, self.mesh, self.timers = model, mesh, timers
+    def __init__(self, model: nn.Module, mesh: ParallelMesh, timers: Timers, *, zero_stage: int, sum_copies: bool,
+                 recurrence: ChunkRecurrence):
+        self.model, self.mesh, self.timers, self.recurrence = model, mesh, timers, recurrence
         self.zero_stage, self.sum_copies = zero_stage, sum_copies
         self.microbatch_losses: list[torch.Tensor] = []
 
@@ -55,17 +58,29 @@ class Engine:
         self.microbatch_losses = []
         total = torch.zeros((), device=self.mesh.device)
         for index, batch in enumerate(microbatches):
-            synchronize_gradients(self.model, self.zero_stage, is_last_microbatch=index == len(microbatches) - 1)
-            with self.timers("forward", level=2):
-                loss = self._loss(batch) / denominator
-            with self.timers("backward", level=2):
-                loss.backward()
-            self.microbatch_losses.append(loss.detach())
-            total = total + loss.detach()
+            loss = self._gradients(batch, denominator, is_last=index == len(microbatches) - 1)
+            self.microbatch_losses.append(loss)
+            total = total + loss
         with self.timers("gradient-sum", level=2):
             if self.sum_copies:
                 sum_over_copies(self.model, self.mesh)
             sum_over_tensor_ranks(self.model, self.mesh)
+        return total
+
+    def _gradients(self, batch: Microbatch, denominator: torch.Tensor | float, *, is_last: bool) -> torch.Tensor:
+        """Add the gradients of one microbatch to the parameters, and return its loss / denominator, detached."""
+        passes = self.recurrence.training(batch)
+        with self.timers("forward", level=2), torch.no_grad():
+            for part in passes.first:
+                self._run(batch, part)
+        total = torch.zeros((), device=self.mesh.device)
+        for part in passes.second:
+            synchronize_gradients(self.model, self.zero_stage, is_last=is_last and part is passes.second[-1])
+            with self.timers("forward", level=2):
+                loss = self._run(batch, part).squeeze(0) / denominator
+            with self.timers("backward", level=2):
+                loss.backward()
+            total = total + loss.detach()
         return total
 
     @torch.no_grad()
@@ -78,16 +93,18 @@ class Engine:
         self.model.eval()
         total = torch.zeros((), device=self.mesh.device)
         for batch in microbatches:
-            total = total + self._loss(batch)
+            for part in self.recurrence.evaluation(batch):
+                total = total + self._run(batch, part).squeeze(0)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         self.model.train()
         return total, sum(batch.num_valid for batch in microbatches)
 
-    def _loss(self, batch: Microbatch) -> torch.Tensor:
-        loss = self.model(batch.tokens, batch.positions, batch.sample_ids, labels=batch.labels, mask=batch.mask)
-        return loss.squeeze(0)  # [1] -> []
+    def _run(self, batch: Microbatch, part: Part) -> torch.Tensor:
+        """Call the model with a part of a microbatch; return the sum of its losses [1], or hidden states."""
+        tokens, positions, labels = (x[:, part.tokens] for x in (batch.tokens, batch.positions, batch.labels))
+        return self.model(tokens, positions, batch.sample_ids, labels=labels, mask=batch.mask, chunk=part.chunk)
 
 
 class PipelineEngine:
@@ -161,4 +178,5 @@ def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh,
     sum_copies = parallel.fsdp > 1 and not uses_fsdp(run)
     if isinstance(model, Stages):
         return PipelineEngine(model, mesh, schedule=parallel.pipeline_schedule, sum_copies=sum_copies)
-    return Engine(model, mesh, timers or Timers(), zero_stage=parallel.zero_stage, sum_copies=sum_copies)
+    return Engine(model, mesh, timers or Timers(), zero_stage=parallel.zero_stage, sum_copies=sum_copies,
+                  recurrence=ChunkRecurrence.of(run))

@@ -172,7 +172,7 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
     with recorder.timers("datasets", occasional=True):
         splits = build_datasets(run.data, tokenizer.eod, counts, train.seed, vocab_size=run.model.vocab_size)
     recorder.say(f"data:\n{splits.describe()}")
-    layout = SequenceLayout.of(run.parallel, run.data.seq_length)
+    layout = SequenceLayout.of(run)
 
     def reader(dataset: Any, read_ahead: bool) -> BatchReader | None:
         if dataset is None:

@@ -23,6 +23,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "megatron_sp": (False, True), "micro_batch": (1, 2, 4), "recompute": (False, True), "tied": (False, True),
     "kv_heads": (8, 2, 1), "style": ("llama", "gpt"), "extra_layers": (0, 1),
     "masked": ("nothing", "eod", "late half", "ragged"), "exchange": ("collectives", "memory", "overlapped"),
+    "chunks": (1, 4),
 }
 #: The flags of each way to exchange tensors: through collectives, as on GPUs; through memory that CPU ranks share; and
 #: through collectives that overlap with computation.
@@ -68,6 +69,8 @@ def allowed(layout: Layout) -> bool:
     if at["exchange"] == "memory" and ulysses * ring * dp == 1 or at["exchange"] == "overlapped" and (
             ulysses == 1 or ring > 1 or 8 // tp < 2 * ulysses):
         return False
+    if at["chunks"] != 1 and (pp > 1 or ring > 1):
+        return False
     split_backward = schedule not in ("none", "1f1b", "interleaved")
     if split_backward and (at["zero"] == 3 or at["recompute"]):
         return False
@@ -91,6 +94,7 @@ def case(layout: Layout) -> Case:
     words[0] += EXCHANGE[str(at["exchange"])]
     words += ["--sequence-parallel"] if at["megatron_sp"] else []
     words += ["--recompute-granularity full"] if at["recompute"] else []
+    words += ["--sequence-chunk-size 8"] if at["chunks"] != 1 else []
     model = f"{STYLE[str(at['style'])]} {SIZE} --num-layers {layers} --num-key-value-heads {at['kv_heads']}"
     model += "" if at["tied"] else " --untie-embeddings-and-output-weights"
     return Case(name(layout), world_size(layout), " ".join(words), "none", model, str(at["masked"]))
@@ -101,6 +105,7 @@ def name(layout: Layout) -> str:
     at = values(layout)
     degrees = [f"{axis} {at[axis]}" for axis in ("tp", "pp", "ulysses", "ring", "dp") if at[axis] != 1]
     words = [axis.replace("_", " ") for axis in ("megatron_sp", "recompute", "tied") if at[axis]]
+    words += [f"{at['chunks']} chunks"] if at["chunks"] != 1 else []
     words += [str(at["schedule"])] if at["pp"] != 1 else []
     words += ["an extra layer"] if at["extra_layers"] else []
     return ", ".join([*degrees, f"zero {at['zero']}", *words, f"micro-batch {at['micro_batch']}", str(at["style"]),
@@ -170,9 +175,12 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
         exchange = "collectives" if at["exchange"] == "overlapped" and not overlaps else str(at["exchange"])
         words.append(EXCHANGE[exchange])
         words.append(f"--zero-stage {at['zero']}")
+    length = 2 * size * (16 // size or 1)
+    if axis not in ("pp", "ring") and generator.random() < 0.3:
+        words.append(f"--sequence-chunk-size {length // 2}")
     style = STYLE[str(at["style"])].replace("48", str(12 * size)).replace("64", str(12 * size))
     model = (f"{style} --hidden-size 32 --kv-channels 8 --num-attention-heads {heads} --num-key-value-heads {kv} "
-             f"--num-layers {layers} --seq-length {2 * size * (16 // size or 1)} --global-batch-size {batch} "
+             f"--num-layers {layers} --seq-length {length} --global-batch-size {batch} "
              "--make-vocab-size-divisible-by 6")
     model += "" if at["tied"] else " --untie-embeddings-and-output-weights"
     about = ", ".join([f"{axis} {size}", *words[1:], str(at["style"]), f"{kv} of {heads} kv heads"])

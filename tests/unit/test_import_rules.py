@@ -49,8 +49,8 @@ MAY_IMPORT = {
     "proof.reference": ("config.schema", "parallel.random"),
     "proof.code_paths": ("config.schema", "layout"),
     "proof.shrink": ("errors", "config", "layout", "proof.code_paths"),
-    "train": ("errors", "runtime", "config", "layout", "plan", "parallel", "data", "model", "checkpoint", "train",
-              "progress"),
+    "train": ("errors", "runtime", "config", "layout", "plan", "activations", "parallel", "data", "model",
+              "checkpoint", "train", "progress"),
 }
 
 

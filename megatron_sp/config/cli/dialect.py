@@ -12,12 +12,14 @@ GELU = "--gelu-approximation"
 FUSED_GELU = "Megatron's fused GELU"
 #: A loss scale up to this is likely meant as a power of two.
 LARGEST_POWER = 32
+#: Tokens of a chunk of Megatron-DeepSpeed's FPDT where the command line does not say.
+FPDT_CHUNK = 65536
 
 
 def translate_dialect(claims: Claims) -> None:
     """Add what Megatron means and does not say; a note names each such reading once."""
-    for step in (_recomputation, _zero_bubble, _stage_layers, _biases, _window, _same_data_twice, _gelu, _loss_mean,
-                 _loss_scale):
+    for step in (_recomputation, _zero_bubble, _stage_layers, _biases, _window, _chunks, _same_data_twice, _gelu,
+                 _loss_mean, _loss_scale):
         step(claims)
 
 
@@ -138,6 +140,26 @@ def _window(claims: Claims) -> None:
         else:
             claims.problems.append(f"{flag} {size}: sliding-window attention is not supported; leave the flag out for "
                                    "attention to the whole sequence.")
+
+
+def _chunks(claims: Claims) -> None:
+    """Compute in chunks of the sequence where DeepSpeed's FPDT is asked for, which also computes in chunks."""
+    fpdt, size_flag, offloading = (f"--ds-sequence-parallel-fpdt{part}" for part in ("", "-chunk-size", "-offloading"))
+    size = claims.read(size_flag, parse_int, FPDT_CHUNK)
+    if fpdt not in claims.given:
+        claims.notes += [f"{flag} has no effect without {fpdt}." for flag in (size_flag, offloading)
+                         if flag in claims.given]
+        return
+    length = claims.claimed("data.seq_length")
+    if length is not None and size >= length:
+        claims.notes.append(f"{fpdt} has no effect: --seq-length {length} is not more than one chunk of {size} tokens "
+                            f"({size_flag}).")
+        return
+    claims.claim("memory.sequence_chunk_size", size, size_flag if size_flag in claims.given else fpdt)
+    claims.notes.append(f"{fpdt}: each sequence is computed in chunks of {size} tokens, as with --sequence-chunk-size. "
+                        "Unlike FPDT, chunks go through the whole model one after another. The result is the same.")
+    if offloading in claims.given:
+        claims.claim("memory.offload_key_values", True, offloading)
 
 
 def _same_data_twice(claims: Claims) -> None:

@@ -64,8 +64,6 @@ _ELSEWHERE = "belongs to another tool"
 _NOT_HERE = "there is nothing like it here"
 _FP8 = "there is no fp8 here"
 _NO_RANDOM_STATE = "checkpoints hold no random state, so there is none to save or load"
-_CHUNKS = ("it saves memory only; here --attention-head-groups, --mlp-tile-size, --loss-tile-size and "
-           "--offload-activations do")
 
 #: Flags without effect here for a reason that the user may want to know; one line names them. Name -> (values, reason).
 IGNORED: dict[str, tuple[int | str, str]] = {
@@ -88,8 +86,6 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--shuffle-sample-in-corpus": (0, "it changes the order of the samples only; here they are shuffled over the "
                                       "whole blend"),
     **dict.fromkeys(_names("no-load-rng no-save-rng", 0), (0, _NO_RANDOM_STATE)),
-    **dict.fromkeys(_names("ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-offloading", 0), (0, _CHUNKS)),
-    "--ds-sequence-parallel-fpdt-chunk-size": (1, _CHUNKS),
     "--remote-device": (1, "parameters stay on the devices, where --zero-stage 3 shards them; --offload-optimizer "
                            "moves the optimizer to host memory"),
 }

@@ -73,7 +73,8 @@ BOUNDS: dict[str, Bound] = {
     "train.eval_iters": NOT_NEGATIVE,
     "train.rampup_batch_size": POSITIVE_INT,
     **_bounds(NOT_NEGATIVE, "train", "check_replicas manual_gc_interval exit_interval"),
-    **_bounds(POSITIVE_INT, "memory", "recompute_num_layers loss_tile_size mlp_tile_size attention_head_groups"),
+    **_bounds(POSITIVE_INT, "memory", "recompute_num_layers loss_tile_size mlp_tile_size attention_head_groups "
+              "sequence_chunk_size"),
     "memory.offload_activations": Bound(low=0, high=1),
     "checkpoint.save_interval": NOT_NEGATIVE,
     "checkpoint.ckpt_step": NOT_NEGATIVE,

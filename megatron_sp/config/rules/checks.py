@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatron_sp.config.cli.options import schema_options
 from megatron_sp.config.rules.bounds import BOUNDS, bound_problem
 from megatron_sp.config.rules.data import check_data, check_tokenizer
-from megatron_sp.config.rules.memory import check_memory
+from megatron_sp.config.rules.memory import check_chunks, check_memory
 from megatron_sp.config.rules.pipeline import check_pipeline, check_ring
 from megatron_sp.config.rules.schedule import check_schedule, check_weight_decay, horizon_notes
 from megatron_sp.config.rules.sizes import check_batch, check_model, check_overlap, check_parallel, check_sequence
@@ -35,7 +35,7 @@ def check_problems(run: Run, plan: bool = False) -> list[str]:
     """
     topics: tuple[Callable[[Run], list[str]], ...] = (
         check_required, check_bounds, check_model, check_parallel, check_overlap, check_pipeline,
-        check_ring, check_memory, check_sequence, check_batch, check_length, check_schedule, check_weight_decay,
+        check_ring, check_memory, check_chunks, check_sequence, check_batch, check_length, check_schedule, check_weight_decay,
         check_precision, check_kernels)
     if not plan:
         topics += (check_data, check_tokenizer, check_checkpoint, check_logging)
@@ -153,6 +153,9 @@ def advice(run: Run) -> list[str]:
     if run.parallel.ring > 1 and run.train.attention_backend != "auto":
         notes.append(f"--attention-core {run.train.attention_backend} has no effect with --ring-size "
                      f"{run.parallel.ring}: a ring is made of block kernels.")
+    if run.memory.sequence_chunk_size and run.train.attention_backend != "auto":
+        notes.append(f"--attention-core {run.train.attention_backend} has no effect with --sequence-chunk-size "
+                     f"{run.memory.sequence_chunk_size}: chunks attend with block kernels.")
     if run.precision.grad_reduce_in_bf16 and run.precision.dtype == "float32":
         notes.append("--grad-reduce-in-bf16 has no effect without --bf16 or --fp16.")
     if (run.data.train_data_path or run.data.mock_data) and run.data.split != Data().split:

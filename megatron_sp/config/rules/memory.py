@@ -1,8 +1,8 @@
-"""Rules about recomputation, tiling and offload."""
+"""Rules about recomputation, tiling, chunks and offload."""
 
 from __future__ import annotations
 
-from megatron_sp.config.cli.values import counted
+from megatron_sp.config.cli.values import counted, nearest, nearest_multiples
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.schedules import SCHEDULES
 
@@ -28,4 +28,39 @@ def check_memory(run: Run) -> list[str]:
         used = {"--mlp-tile-size": memory.mlp_tile_size > 0, "--attention-head-groups": groups > 1}
         found += [f"{flag} recomputes inside backward, which --pipeline-schedule {parallel.pipeline_schedule} splits "
                   "in two; leave it out, or use another schedule." for flag, is_used in used.items() if is_used]
+    return found
+
+
+def check_chunks(run: Run) -> list[str]:
+    """What chunks of the sequence need, and what cannot be computed in chunks."""
+    memory, parallel, length = run.memory, run.parallel, run.data.seq_length
+    size = memory.sequence_chunk_size
+    if size < 1:
+        return ["--offload-key-values keeps the keys and values of chunks in host memory; add --sequence-chunk-size."
+                ] if memory.offload_key_values else []
+    flag = f"--sequence-chunk-size {size}"
+    found = []
+    if parallel.ring > 1:
+        found.append(f"{flag} and --ring-size {parallel.ring} exclude each other: the ranks of a ring hold different "
+                     "parts of the sequence at a time. Use --ulysses-size, whose ranks share every chunk.")
+    if parallel.pp > 1:
+        found.append(f"{flag} is not possible with --pipeline-model-parallel-size {parallel.pp}; use more "
+                     "--ulysses-size, or --zero-stage 3, instead of the pipeline.")
+    if run.train.compile:
+        found.append(f"{flag} and --compile exclude each other: the keys and values that chunks keep are no part of a "
+                     "compiled layer. Leave one out.")
+    ranks = {"--ulysses-size": parallel.ulysses,
+             "--tensor-model-parallel-size": parallel.tp if parallel.megatron_sp else 1}
+    step = parallel.ulysses * ranks["--tensor-model-parallel-size"]
+    if parallel.ring > 1 or step < 1 or length < 1:
+        return found
+    if size % step:
+        said = " x ".join(f"{name} {count}" for name, count in ranks.items() if count > 1)
+        found.append(f"{flag} does not divide over the {step} ranks that share a chunk ({said}); "
+                     f"{nearest(nearest_multiples(size, step))}.")
+    if size > length:
+        found.append(f"{flag} is more than --seq-length {length}; leave it out, or choose a part of the sequence.")
+    elif length % size:
+        found.append(f"--seq-length {length} does not divide into chunks of {size} tokens (--sequence-chunk-size); "
+                     f"{nearest(nearest_multiples(length, size), 'length')}.")
     return found

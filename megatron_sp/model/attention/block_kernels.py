@@ -1,7 +1,7 @@
-"""Block kernels for ring attention: attention to one block of the keys, forward and backward.
+"""Block kernels for rings and chunks: attention to one block of the keys, forward and backward.
 
 An attention core sees all keys. A block kernel sees some of them: its forward also returns the log-sum-exp of the
-scores, with which the ring merges the results of several blocks, and its backward takes the merged output and
+scores, with which the caller merges the results of several blocks, and its backward takes the merged output and
 log-sum-exp. The fast kernels call private operators of torch (``torch_internals``), which another version of torch may
 change or drop. So a run uses them only where they exist and, on a GPU, give the results of the unfused kernel.
 """
@@ -133,15 +133,18 @@ class ChosenBlockKernel:
     warnings: tuple[str, ...] = ()
 
 
-def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> ChosenBlockKernel:
+def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *,
+                        ring: bool = True) -> ChosenBlockKernel:
     """Return the fastest block kernel that takes this type and head width and computes right on the device.
 
     Args:
         dtype: the type in which attention computes.
+        ring: the blocks are those of a ring, else chunks of the sequence; for warnings.
     """
     kernel: BlockKernel = CPUFlashBlockKernel() if device.type == "cpu" else GPUFlashBlockKernel()
     changed = (f"does not work in torch {torch.__version__}, whose operators are missing or have changed. Install a "
-               "torch version that the requirements name, or use --ulysses-size instead of --ring-size")
+               "torch version that the requirements name, or "
+               + ("use --ulysses-size instead of --ring-size" if ring else "leave --sequence-chunk-size out"))
     if device.type == "cpu":
         reason = "" if torch_internals.has_cpu_flash_attention() else changed
     elif dtype not in HALF:
@@ -154,4 +157,4 @@ def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int)
     if not reason:
         return ChosenBlockKernel(kernel)
     return ChosenBlockKernel(UnfusedBlockKernel(), (
-        f"the ring attends unfused, which is many times slower, because {kernel.description} {reason}.",))
+        f"{'the ring attends' if ring else 'chunks of the sequence attend'} unfused, which is many times slower, because {kernel.description} {reason}.",))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_sp.activations.key_values import Chunk
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
 from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
@@ -71,11 +72,13 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(query, width, bias=model.add_bias_linear, region=region, dtype=dtype)
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
-                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None, *, normalise: Norm) -> torch.Tensor:
+                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None, chunk: Chunk | None = None, *,
+                normalise: Norm) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]
 
         Args:
             mask: which keys each query may see, for the whole sequences.
+            chunk: the chunk of the sequence that x is, if it is not the whole sequence.
             normalise: the norm that is applied to x first. With groups and without tp, every group applies it
                 again, so that only x is kept for backward and not the normalised x too. With tp that would repeat
                 the communication of ``region.enter``, so the groups share one normalised x.
@@ -85,16 +88,16 @@ class Attention(nn.Module):
         if group_norm is None:
             x = self.region.enter(normalise(x))  # [b, s/sp(/tp), h] -> [b, s/sp, h]
         if by_groups:
-            parts = (recompute(self._group_output, group, group_norm, x, rotation, sample_ids, mask)
+            parts = (recompute(self._group_output, group, group_norm, x, rotation, sample_ids, mask, chunk)
                      for group in self.groups)
             # Add in place and one by one, so that only the sum and one group's output exist at a time.
             return self.output.finish(functools.reduce(torch.Tensor.add_, parts))
         qkv = [project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value)]
-        o = self._attend(self.plan, qkv, rotation, sample_ids, mask, cache)
+        o = self._attend(self.plan, qkv, rotation, sample_ids, mask, cache, chunk)
         return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
 
     def _group_output(self, group: AttentionPlan, normalise: Norm | None, x: torch.Tensor, rotation: Rotation | None,
-                      sample_ids: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+                      sample_ids: torch.Tensor, mask: AttentionMask, chunk: Chunk | None) -> torch.Tensor:
         """Return what one group of heads adds to the output, [b, s/sp, h]; uses the group's rows of each projection."""
         def rows(heads: tuple[int, int], first: int) -> slice:
             return slice((heads[0] - first) * self.head_dim, (heads[1] - first) * self.head_dim)
@@ -105,11 +108,12 @@ class Attention(nn.Module):
         qkv = [
             F.linear(x, weight[part], None if bias is None else bias[part]).unflatten(-1, (-1, self.head_dim))
             for (weight, bias), part in ((self.query.local(), query), (self.key.local(), kv), (self.value.local(), kv))]
-        o = self._attend(group, qkv, rotation, sample_ids, mask, None)
+        o = self._attend(group, qkv, rotation, sample_ids, mask, None, chunk)
         return F.linear(o.flatten(2), local_weight(self.output.weight)[:, query])
 
     def _attend(self, plan: AttentionPlan, qkv: list[torch.Tensor], rotation: Rotation | None,
-                sample_ids: torch.Tensor, mask: AttentionMask, cache: KeyValueCache | None) -> torch.Tensor:
+                sample_ids: torch.Tensor, mask: AttentionMask, cache: KeyValueCache | None,
+                chunk: Chunk | None) -> torch.Tensor:
         """Apply query and key norm, rotary positions and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]
 
         Args:
@@ -127,4 +131,6 @@ class Attention(nn.Module):
         dropout = None
         if self.training and self.dropout.probability > 0:
             dropout = AttentionDropout(self.dropout, sample_ids, plan.first_head)
+        if chunk is not None:
+            return plan.core(q, k, v, mask=mask, dropout=dropout, past=chunk.past(self.layer))
         return plan.core(q, k, v, mask=mask, dropout=dropout)

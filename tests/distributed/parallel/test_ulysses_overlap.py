@@ -37,7 +37,7 @@ def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
         core = SDPACore()
         plain = UlyssesAttention(match_heads(core, split.kv_indices(rank)),
                                  UlyssesExchange(mesh.channel("ulysses"), split))
-        beside = overlapped_ulysses(core, split, mesh, count)
+        beside = overlapped_ulysses(lambda part: match_heads(core, part.kv_indices(rank)), split, mesh, count)
         found = []
         for attention in (plain, beside):
             mine = [torch.randn(2, TOKENS // size, heads, WIDTH, dtype=torch.float64, requires_grad=True,
@@ -89,7 +89,7 @@ def check_order(mesh: ParallelMesh, size: int, rank: int) -> None:
     log: list[str] = []
     channel.log = log
     split = HeadSplit.of(8, 8, ulysses=size)
-    beside = overlapped_ulysses(lambda q, k, v, **_: Product.apply(q, k, v, log), split, mesh, 2)
+    beside = overlapped_ulysses(lambda part: lambda q, k, v, **_: Product.apply(q, k, v, log), split, mesh, 2)
     for group in beside.groups:
         group.exchange.channel = channel
     q, k, v = (torch.ones(1, TOKENS // size, 8, WIDTH, requires_grad=True) for _ in range(3))

@@ -42,7 +42,7 @@ def measure(flags: list[str]) -> dict[str, int]:
     found = {"full": full, "parameters": num_bytes(list(model.parameters()))}
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     for microbatch in range(2):
-        synchronize_gradients(model, run.parallel.zero_stage, is_last_microbatch=microbatch == 1)
+        synchronize_gradients(model, run.parallel.zero_stage, is_last=microbatch == 1)
         loss = model(tokens, torch.arange(32).expand(1, -1), torch.tensor([microbatch]), labels=tokens)
         if microbatch == 0:
             found["gathered after forward"] = gathered_bytes(model)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_sp.activations.recompute import recompute
+from megatron_sp.activations.recompute import KEPT_OPERATORS, recompute
 
 
 @pytest.mark.parametrize("package", ["flash_attn", "flash_attn_3"])
@@ -32,7 +32,7 @@ def test_a_packages_flash_attention_runs_once(package: str) -> None:
             return grad * ctx.saved_tensors[0]
 
     x = torch.ones(3, requires_grad=True)
-    recompute(lambda x: Attention.apply(2 * x).square(), x, keep_attention=True).sum().backward()
+    recompute(lambda x: Attention.apply(2 * x).square(), x, keep=KEPT_OPERATORS).sum().backward()
     assert len(calls) == 1
     expected = torch.ones(3, requires_grad=True)
     (2 * expected).exp().square().sum().backward()

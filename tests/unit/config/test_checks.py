@@ -363,3 +363,24 @@ def test_check_by_itself():
     with pytest.raises(ConfigError):
         check(resolve(Run(), 1))
     check(load()[0])
+
+
+@pytest.mark.parametrize("extra, world, part", [
+    ("--sequence-chunk-size 48", 1, "--seq-length 128 does not divide into chunks of 48 tokens (--sequence-chunk-size); "
+                                    "the nearest valid lengths are 96 or 144."),
+    ("--sequence-chunk-size 256", 1, "is more than --seq-length 128"),
+    ("--sequence-chunk-size 64 --ring-size 2", 2, "Use --ulysses-size, whose ranks share every chunk."),
+    ("--sequence-chunk-size 64 --pipeline-model-parallel-size 2", 2, "use more --ulysses-size, or --zero-stage 3"),
+    ("--sequence-chunk-size 64 --compile", 1, "--compile exclude each other"),
+    ("--sequence-chunk-size 2 --tensor-model-parallel-size 2 --sequence-parallel --ulysses-size 2", 4,
+     "does not divide over the 4 ranks that share a chunk (--ulysses-size 2 x --tensor-model-parallel-size 2); the "
+     "nearest valid value is 4."),
+    ("--offload-key-values", 1, "add --sequence-chunk-size"),
+])
+def test_chunks(extra: str, world: int, part: str) -> None:
+    assert part in one(f"--attention-dropout 0 --hidden-dropout 0 {extra}", world)
+
+
+def test_chunks_of_every_size_that_divides_are_fine() -> None:
+    for size in (2, 4, 64, 128):
+        assert not problems(f"--sequence-chunk-size {size} --offload-key-values --ulysses-size 2", world=2)

@@ -46,7 +46,7 @@ LINES = {
                                    "memory.recompute_granularity='full'"),
     "deepspeed's ulysses": (4, f"{BASE} --ds-sequence-parallel-size 4 --ds-sequence-parallel-fpdt "
                             "--ds-sequence-parallel-fpdt-chunk-size 128 --universal-checkpoint --bf16 --load ckpt",
-                            "parallel.ulysses=4"),
+                            "parallel.ulysses=4 memory.sequence_chunk_size=128"),
     "fork's data": (4, f"{BASE} --train-weighted-split-paths-path train.txt --valid-weighted-split-paths-path v.txt "
                     "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path name --tensorboard-dir tb",
                     "model.vocab_size=128256"),
@@ -140,6 +140,9 @@ def test_gelu_of_megatrons_flags_is_the_approximation_and_says_so() -> None:
     ("--deepspeed-activation-checkpointing", "alone has no effect"),
     ("--activations-checkpoint-method block", "turns recomputation of whole layers on"),
     ("--sliding-window 512", "--sliding-window 512 has no effect"),
+    ("--ds-sequence-parallel-fpdt", "no effect: --seq-length 512 is not more than one chunk of 65536"),
+    ("--ds-sequence-parallel-fpdt-chunk-size 128", "no effect without --ds-sequence-parallel-fpdt"),
+    ("--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size 128", "Unlike FPDT, chunks go through the"),
     ("--deepspeed_config f.json", "no effect without --deepspeed"),
     ("--fp16 --loss-scale 12", "--loss-scale 12 is a static scale of 12"),
     ("--deepspeed --bf16 --zero-stage 0", "shards the fp32 states of bf16 runs"),

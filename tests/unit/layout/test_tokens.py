@@ -44,3 +44,12 @@ def test_ulysses_pieces_concatenate_to_the_ring_member(kind: str, ring: int, uly
         pieces = [layout.positions(ring_rank * ulysses + piece) for piece in range(ulysses)]
         whole = [np.arange(start, stop) for start, stop in layout.ring_ranges(ring_rank)]
         assert np.array_equal(np.concatenate(pieces), np.concatenate(whole))
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 3])
+def test_every_chunk_is_shared_by_all_ranks(ulysses: int) -> None:
+    layout = SequenceLayout(96, ulysses=ulysses, chunk=24)
+    own = [layout.positions(rank).reshape(4, -1) for rank in range(ulysses)]  # [chunk, tokens]
+    for chunk in range(4):
+        assert np.array_equal(np.concatenate([rank[chunk] for rank in own]), np.arange(24 * chunk, 24 * chunk + 24))
+    assert len(layout.ranges(0)) == (1 if ulysses == 1 else 4)

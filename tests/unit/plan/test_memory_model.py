@@ -56,6 +56,13 @@ CASES = {
     "ring": (2, LLAMA + FULL + "--ring-size 2"),
     "everything": (4, GQA + FULL + "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-size 2 "
                                    "--mlp-tile-size 512 --zero-stage 3"),
+    "chunks": (1, LLAMA + "--sequence-chunk-size 1024"),
+    "chunks full": (1, GQA + FULL + "--sequence-chunk-size 512 --seq-length 8192"),
+    "chunks selective": (1, LLAMA + "--recompute-granularity selective --sequence-chunk-size 512 --seq-length 8192"),
+    "chunks bf16": (1, GQA + HALF + "--sequence-chunk-size 1024 --seq-length 16384"),
+    "chunks offloaded": (1, GELU + "--sequence-chunk-size 1024 --offload-key-values"),
+    "chunks, everything": (4, GQA + "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-size 2 "
+                                    "--mlp-tile-size 512 --zero-stage 3 --sequence-chunk-size 2048 --seq-length 16384"),
     "zero 0": (4, LLAMA + FULL + "--zero-stage 0 " + SHORT),
     "zero 1, microbatches": (4, GELU + "--zero-stage 1 --global-batch-size 16 " + SHORT),
     "zero 2": (4, LLAMA + "--zero-stage 2 " + SHORT),

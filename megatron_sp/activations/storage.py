@@ -1,0 +1,128 @@
+"""Where tensors wait until they are needed again: on the device, or in host memory.
+
+Host memory is reached through two streams, one for each direction, so that copies run while the device computes::
+
+    compute     make a | make b  | ...            | use b    | use a
+    to host            | a ->    | b ->
+    to device                      | <- b         | <- a     |
+                                   prefetch(b)      get(b), prefetch(a)
+
+On a CPU both kinds of storage are the same memory, and host storage only makes the copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(eq=False)
+class Stored:
+    """A tensor in a storage.
+
+    Attributes:
+        value: the tensor where it waits.
+        device: where it came from and is used.
+        value_ready: event after which ``value`` is complete; None on a CPU.
+        copy: its copy on the device between ``prefetch`` and ``get``.
+        copy_ready: event after which ``copy`` is complete.
+    """
+
+    value: torch.Tensor
+    device: torch.device
+    value_ready: Any = None
+    copy: torch.Tensor | None = None
+    copy_ready: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the tensor."""
+        return self.value.numel() * self.value.element_size()
+
+
+class Storage(Protocol):
+    """Keeps tensors and gives them back on the device that they came from."""
+
+    def put(self, x: torch.Tensor) -> Stored:
+        """Keep x, which the caller does not change afterwards."""
+
+    def prefetch(self, stored: Stored) -> None:
+        """Start to bring a tensor to the device, so that a later ``get`` need not wait."""
+
+    def get(self, stored: Stored) -> torch.Tensor:
+        """Return a tensor on its device."""
+
+    def replace(self, stored: Stored, x: torch.Tensor) -> None:
+        """Keep x in place of a tensor of the same shape and type, which may be x itself after a change in place."""
+
+
+class DeviceStorage:
+    """Keeps tensors where they are."""
+
+    def put(self, x: torch.Tensor) -> Stored:
+        """See ``Storage``."""
+        return Stored(x.detach(), x.device)
+
+    def prefetch(self, stored: Stored) -> None:
+        """See ``Storage``."""
+
+    def get(self, stored: Stored) -> torch.Tensor:
+        """See ``Storage``."""
+        return stored.value
+
+    def replace(self, stored: Stored, x: torch.Tensor) -> None:
+        """See ``Storage``."""
+        stored.value = x
+
+
+class HostStorage:
+    """Keeps tensors in host memory, which is pinned for a GPU, so that copies do not block."""
+
+    def __init__(self) -> None:
+        self._to_host: Any = None
+        self._to_device: Any = None
+
+    def put(self, x: torch.Tensor) -> Stored:
+        """See ``Storage``."""
+        if x.device.type != "cuda":
+            return Stored(x.detach().clone(), x.device)
+        if self._to_host is None:
+            self._to_host, self._to_device = torch.cuda.Stream(x.device), torch.cuda.Stream(x.device)
+        stored = Stored(torch.empty(x.shape, dtype=x.dtype, pin_memory=True), x.device)
+        self.replace(stored, x)
+        return stored
+
+    def replace(self, stored: Stored, x: torch.Tensor) -> None:
+        """See ``Storage``."""
+        if stored.device.type != "cuda":
+            if x is not stored.value:
+                stored.value.copy_(x)
+            return
+        self._to_host.wait_stream(torch.cuda.current_stream(stored.device))  # until x is complete
+        with torch.cuda.stream(self._to_host):
+            stored.value.copy_(x.detach(), non_blocking=True)
+            x.record_stream(self._to_host)  # else its memory might be reused before the copy is made
+        stored.value_ready = self._to_host.record_event()
+
+    def prefetch(self, stored: Stored) -> None:
+        """See ``Storage``."""
+        if stored.device.type != "cuda" or stored.copy is not None:
+            return
+        self._to_device.wait_event(stored.value_ready)
+        with torch.cuda.stream(self._to_device):
+            stored.copy = stored.value.to(stored.device, non_blocking=True)
+        stored.copy_ready = self._to_device.record_event()
+
+    def get(self, stored: Stored) -> torch.Tensor:
+        """See ``Storage``."""
+        if stored.device.type != "cuda":
+            return stored.value
+        self.prefetch(stored)
+        current = torch.cuda.current_stream(stored.device)
+        current.wait_event(stored.copy_ready)
+        copy, stored.copy = stored.copy, None
+        assert copy is not None
+        copy.record_stream(current)
+        return copy

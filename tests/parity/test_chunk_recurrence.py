@@ -1,0 +1,89 @@
+"""Sequences computed in chunks give the plain model's gradients and loss, in fp64 to 1e-9, in every layout.
+
+The plain model computes whole sequences. So a chunk that misses an earlier key, or whose keys miss the gradient from a
+later chunk, shows as a difference of more than a percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megatron_sp.model.build import build_model
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.proof.data import batch, local_microbatches
+from megatron_sp.proof.reference import keyed_dropout, random_weights, reference_evaluation
+from megatron_sp.proof.steps import differences, load_full, reference_step, step_in_layout
+from megatron_sp.train.forward_backward import build_engine
+from tests.helpers.configs import Case
+from tests.helpers.spawn import run_ranks
+
+TOLERANCE = 1e-9
+CHUNK = "--sequence-chunk-size 16"
+FULL, SELECTIVE = "--recompute-granularity full", "--recompute-granularity selective"
+DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0.3"
+TP2, U2 = "--tensor-model-parallel-size 2", "--ulysses-size 2"
+SP = f"{TP2} --sequence-parallel"
+OVERLAP = "--ulysses-overlap-groups 2 --no-shared-memory"
+
+#: Number of ranks -> flags beside ``CHUNK``, style, flags of the model.
+LAYOUTS: dict[int, list[tuple[str, str, str]]] = {
+    1: [("", "llama", ""), ("", "mixed", ""), ("--offload-key-values", "gpt2", ""),
+        ("--micro-batch-size 2", "llama", "--num-key-value-heads 1"), (FULL, "gpt2", ""),
+        (f"{SELECTIVE} --offload-key-values", "gpt2", ""), (f"{FULL} --recompute-num-layers 2", "llama", ""),
+        (f"{FULL} --recompute-method block --recompute-num-layers 1 --offload-activations", "llama", ""),
+        ("--mlp-tile-size 6 --loss-tile-size 6", "gpt2", ""), (f"--attention-head-groups 2 {FULL}", "llama", ""),
+        ("--offload-optimizer", "gpt2", ""), (f"{DROPOUT} {FULL}", "gpt2", ""),
+        ("--sequence-chunk-size 64", "llama", "")],
+    2: [(U2, "llama", ""), (U2, "gpt2", ""), (f"{U2} --zero-stage 3 --offload-key-values", "gpt2", ""),
+        (f"{U2} {SELECTIVE} --no-shared-memory", "llama", ""), (f"{U2} {OVERLAP} {FULL}", "eight_heads", ""),
+        (f"{U2} --attention-head-groups 2", "llama", ""), (f"{U2} {DROPOUT}", "llama", ""),
+        (f"{U2} {OVERLAP} {DROPOUT}", "eight_heads", ""), (TP2, "llama", "--num-key-value-heads 1"), (SP, "gpt2", ""),
+        (f"{SP} {SELECTIVE}", "mixed", ""), (f"{SP} {DROPOUT}", "llama", ""),
+        *[(f"--zero-stage {stage} --micro-batch-size 1", "gpt2", "") for stage in (0, 1, 2, 3)],
+        (f"--zero-stage 3 {FULL}", "llama", "")],
+    3: [("--ulysses-size 3 --sequence-chunk-size 12 --seq-length 60", "six_heads", "--num-key-value-heads 2"),
+        ("--ulysses-size 3 --sequence-chunk-size 12 --seq-length 60", "llama", "")],
+    4: [(f"{U2} {SP} --zero-stage 3 {SELECTIVE}", "eight_heads", ""), (f"{U2} --zero-stage 2", "gpt2", ""),
+        (f"{U2} --zero-stage 1 --fsdp-size 2", "gpt2", "")],
+}
+
+
+def cases(world: int) -> list[Case]:
+    return [Case(flags, world, f"{CHUNK} {flags}", style, model, "ragged") for flags, style, model in LAYOUTS[world]]
+
+
+def worst(some: Sequence[Case]) -> dict[str, float]:
+    """On a rank: the largest difference of loss, norm and gradients of each case from the plain model."""
+    found: dict[str, float] = {}
+    for case in some:
+        run = case.run()
+        weights, data = random_weights(run), batch(run, case.masked)
+        expected = reference_step(run, weights, *data, keyed_dropout(run))
+        found[case.name] = max(differences(step_in_layout(run, weights, *data), expected).values())
+    return found
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_gradients(world: int) -> None:
+    for rank, found in enumerate(run_ranks(worst, world, cases(world), timeout=280)):
+        assert len(found) == len(LAYOUTS[world])
+        assert not {name: value for name, value in found.items() if not value <= TOLERANCE}, rank
+
+
+def evaluation_error(flags: str, world: int) -> float:
+    """On a rank: the relative difference of an evaluation's mean loss from the plain model's."""
+    run = Case("evaluation", world, f"{CHUNK} {flags}", "gpt2", masked="eod").run()
+    mesh, weights, data = ParallelMesh.build(run.parallel), random_weights(run), batch(run, "eod")
+    model = build_model(run, mesh, dtype=torch.float64)
+    load_full(model, weights)
+    loss, valid = build_engine(run, model, mesh).evaluate(local_microbatches(run, mesh, *data))
+    total = mesh.sum_over(torch.stack((loss.double(), torch.tensor(float(valid)))), "fsdp")
+    return abs(float(total[0] / total[1]) / reference_evaluation(weights, run, [data]) - 1)
+
+
+def test_evaluation() -> None:
+    errors = run_ranks(evaluation_error, 2, f"{U2} --offload-key-values --zero-stage 3", 2)
+    assert max(errors) < TOLERANCE
