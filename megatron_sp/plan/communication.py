@@ -66,9 +66,10 @@ def _layers_of_ranks(run: Run) -> list[list[range]]:
     return [stages[rank::run.parallel.pp] for rank in range(run.parallel.pp)]
 
 
-def _forwards(run: Run) -> int:
-    """Return how often a layer's forward communicates: twice where it is recomputed and the exchange is not kept."""
-    return 2 if run.memory.recompute_granularity == "full" or run.memory.attention_head_groups > 1 else 1
+def _forwards(run: Run) -> float:
+    """Return how often a layer's forward communicates: again where it is recomputed and the exchange is not kept."""
+    again = run.memory.recompute_granularity == "full" or run.memory.attention_head_groups > 1
+    return 1 + again + _first_pass(run)
 
 
 def _first_pass(run: Run) -> float:
@@ -79,9 +80,9 @@ def _first_pass(run: Run) -> float:
 def _tensor(run: Run) -> tuple[float, str, bool]:
     sizes, tp = Sizes.of(run), run.parallel.tp
     one = 2 * (tp - 1) / tp * sizes.inside * sizes.hidden * sizes.element  # an all-reduce, or all-gather and -scatter
-    repeats = 2 if run.memory.recompute_granularity else 1
+    repeats = 1 + bool(run.memory.recompute_granularity) + _first_pass(run)
     what = "all-gathers and reduce-scatters" if run.parallel.megatron_sp else "all-reduces"
-    return (2 * repeats + 2 * _first_pass(run) + 2) * one, f"{what} of activations around attention and feed-forward", False
+    return (2 * repeats + 2) * one, f"{what} of activations around attention and feed-forward", False
 
 
 def _ulysses(run: Run) -> tuple[float, str, bool]:
@@ -90,7 +91,7 @@ def _ulysses(run: Run) -> tuple[float, str, bool]:
     # Heads that a rank exchanges for each of its tokens: those of q, k and v before attention, of the output after it.
     own = heads.heads_sent + (heads.query[1] - heads.query[0])
     forward = (parallel.ulysses - 1) / parallel.ulysses * sizes.inside * own * model.head_dim * sizes.element
-    return (_forwards(run) + _first_pass(run) + 1) * forward, "all-to-alls of query, key, value and attention's output", False
+    return (_forwards(run) + 1) * forward, "all-to-alls of query, key, value and attention's output", False
 
 
 def _ring(run: Run) -> tuple[float, str, bool]:

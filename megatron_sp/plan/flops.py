@@ -69,8 +69,8 @@ def repeats_of(run: Run) -> Repeats:
     - ``--attention-dropout`` forms probabilities in blocks of queries and computes their scores again. Selective
       recomputation keeps the output of fused attention only, so with dropout it computes attention again as well.
     - torch stops a recomputation before its last product, whose result nobody needs.
-    - ``--sequence-chunk-size`` computes the forward of all chunks but the last once more, before any backward. The store
-      of keys and values keeps the output of attention for selective recomputation, which then computes none again.
+    - ``--sequence-chunk-size`` computes the forward of all chunks but the last once more, before any backward. The
+      store of keys and values keeps the output of attention for selective recomputation, which then repeats none.
     """
     memory, model = run.memory, run.model
     kind, tiled, grouped = memory.recompute_granularity, memory.mlp_tile_size > 0, memory.attention_head_groups > 1

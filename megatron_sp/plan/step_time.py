@@ -129,8 +129,8 @@ def _host_bytes(run: Run) -> float:
 def _fetched_keys(run: Run, chunks: int) -> float:
     """Return the bytes of keys and values that a chunk of a layer moves, as a mean over the chunks.
 
-    Each forward and each backward fetches what all earlier chunks keep, which is half of the chunks on average. Backward
-    also fetches their gradients, adds to them and writes them back.
+    Each forward and each backward fetches what all earlier chunks keep, which is half of the chunks on average.
+    Backward also fetches their gradients, adds to them and writes them back.
     """
     sizes = Sizes.of(run)
     forwards = 1 + (run.memory.recompute_granularity == "full") + (chunks - 1) / chunks

@@ -58,7 +58,8 @@ def code_paths(run: Run) -> dict[str, Any]:
         "copies of sums": parallel.pp > 1 and not model.untie_embeddings_and_output_weights and parallel.fsdp > 2,
         "sharded": shard > 1, "replicated": parallel.fsdp // shard > 1,
         "shards within a sequence": 1 < shard <= parallel.sp,
-        "memory": memory_paths(run), "chunks": min(3, num_chunks(run)), "partly rotated heads": model.rotary_percent < 1,
+        "memory": memory_paths(run), "chunks": min(3, num_chunks(run)),
+        "partly rotated heads": model.rotary_percent < 1,
         "tail of learned positions":
             model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > run.data.seq_length,
     }

@@ -96,8 +96,8 @@ OTHERS: dict[str, Foreign] = {
     "--window-size": Foreign("*", "No effect at --seq-length or more; else refused."),
     "--ds-sequence-parallel-fpdt": Foreign(0, "--sequence-chunk-size of --ds-sequence-parallel-fpdt-chunk-size tokens; "
                                               "another algorithm than DeepSpeed's FPDT, with the same result."),
-    "--ds-sequence-parallel-fpdt-chunk-size": Foreign(1, "Tokens of a chunk under --ds-sequence-parallel-fpdt; default: "
-                                                         "65536."),
+    "--ds-sequence-parallel-fpdt-chunk-size": Foreign(1, "Tokens of a chunk under --ds-sequence-parallel-fpdt; "
+                                                         "default: 65536."),
     "--ds-sequence-parallel-fpdt-offloading": Foreign(0, "--offload-key-values, under --ds-sequence-parallel-fpdt."),
     "--profile-steps": Foreign(1, "START,END: the same as --profile-step-start and --profile-step-end."),
 }

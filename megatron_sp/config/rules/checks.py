@@ -35,8 +35,8 @@ def check_problems(run: Run, plan: bool = False) -> list[str]:
     """
     topics: tuple[Callable[[Run], list[str]], ...] = (
         check_required, check_bounds, check_model, check_parallel, check_overlap, check_pipeline,
-        check_ring, check_memory, check_chunks, check_sequence, check_batch, check_length, check_schedule, check_weight_decay,
-        check_precision, check_kernels)
+        check_ring, check_memory, check_chunks, check_sequence, check_batch, check_length, check_schedule,
+        check_weight_decay, check_precision, check_kernels)
     if not plan:
         topics += (check_data, check_tokenizer, check_checkpoint, check_logging)
     return [problem for topic in topics for problem in topic(run)]

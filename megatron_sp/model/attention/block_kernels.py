@@ -156,5 +156,6 @@ def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int,
         reason = "" if agrees_with_unfused(kernel, device, head_dim) else changed
     if not reason:
         return ChosenBlockKernel(kernel)
+    who = "the ring attends" if ring else "chunks of the sequence attend"
     return ChosenBlockKernel(UnfusedBlockKernel(), (
-        f"{'the ring attends' if ring else 'chunks of the sequence attend'} unfused, which is many times slower, because {kernel.description} {reason}.",))
+        f"{who} unfused, which is many times slower, because {kernel.description} {reason}.",))

@@ -1,7 +1,7 @@
 """Attention of one chunk of a sequence to itself and to the kept keys of earlier chunks.
 
-Under a causal mask all keys of earlier chunks are visible, and among its own keys the chunk's mask is causal. Queries of
-chunk 2::
+Under a causal mask all keys of earlier chunks are visible, and among its own keys the chunk's mask is causal. Queries
+of chunk 2::
 
              keys 0   keys 1   keys 2
     q 2        #        #        m          #: all pairs    m: those that the causal mask allows

@@ -37,7 +37,7 @@ def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
         core = SDPACore()
         plain = UlyssesAttention(match_heads(core, split.kv_indices(rank)),
                                  UlyssesExchange(mesh.channel("ulysses"), split))
-        beside = overlapped_ulysses(lambda part: match_heads(core, part.kv_indices(rank)), split, mesh, count)
+        beside = overlapped_ulysses(lambda part: match_heads(SDPACore(), part.kv_indices(rank)), split, mesh, count)
         found = []
         for attention in (plain, beside):
             mine = [torch.randn(2, TOKENS // size, heads, WIDTH, dtype=torch.float64, requires_grad=True,

@@ -23,6 +23,7 @@ from megatron_sp.checkpoint.state_file import read_state
 from megatron_sp.data.batch import Microbatch
 from megatron_sp.data.indexed_dataset import IndexedDatasetBuilder
 from megatron_sp.train import garbage
+from megatron_sp.train.chunk_recurrence import Part
 from megatron_sp.train.forward_backward import Engine
 from megatron_sp.train.report.metrics_file import read_metrics
 from tests.helpers.configs import STYLES
@@ -34,14 +35,14 @@ LLAMA = STYLES["llama"].replace("--num-query-groups", "--num-key-value-heads")
 
 def spoil_loss(rank: int | None, calls: range, factor: float) -> None:
     """Multiply the loss by a factor in these calls (counted from 0) on one rank or all."""
-    original, count = Engine._loss, [0]
+    original, count = Engine._run, [0]
 
-    def spoiled(self: Engine, batch: Microbatch) -> torch.Tensor:
+    def spoiled(self: Engine, batch: Microbatch, part: Part) -> torch.Tensor:
         count[0] += 1
-        loss = original(self, batch)
+        loss = original(self, batch, part)
         return loss * factor if rank in (None, dist.get_rank()) and count[0] - 1 in calls else loss
 
-    Engine._loss = spoiled  # type: ignore[method-assign]
+    Engine._run = spoiled  # type: ignore[method-assign]
 
 
 def train_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor: float) -> str:

@@ -366,8 +366,8 @@ def test_check_by_itself():
 
 
 @pytest.mark.parametrize("extra, world, part", [
-    ("--sequence-chunk-size 48", 1, "--seq-length 128 does not divide into chunks of 48 tokens (--sequence-chunk-size); "
-                                    "the nearest valid lengths are 96 or 144."),
+    ("--sequence-chunk-size 48", 1, "--seq-length 128 does not divide into chunks of 48 tokens "
+                                    "(--sequence-chunk-size); the nearest valid lengths are 96 or 144."),
     ("--sequence-chunk-size 256", 1, "is more than --seq-length 128"),
     ("--sequence-chunk-size 64 --ring-size 2", 2, "Use --ulysses-size, whose ranks share every chunk."),
     ("--sequence-chunk-size 64 --pipeline-model-parallel-size 2", 2, "use more --ulysses-size, or --zero-stage 3"),

@@ -25,6 +25,7 @@ LLAMA = COMMON + ("--swiglu --normalization RMSNorm --position-embedding-type ro
                   "--untie-embeddings-and-output-weights --ffn-hidden-size 704 ")
 GQA = LLAMA + "--group-query-attention --num-query-groups 2 "
 FULL = "--recompute-granularity full "
+CHUNKS = "--num-layers 2 --seq-length 8192 --sequence-chunk-size 2048 "
 ULYSSES = "--ulysses-size 4 --seq-length 16384 "
 SHORT = "--hidden-size 1024 --seq-length 256 "  # few tokens: the weights decide
 HALF = "--bf16 --normalization LayerNorm "  # RMSNorm in bf16 is one kernel on GPUs only
@@ -56,13 +57,11 @@ CASES = {
     "ring": (2, LLAMA + FULL + "--ring-size 2"),
     "everything": (4, GQA + FULL + "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-size 2 "
                                    "--mlp-tile-size 512 --zero-stage 3"),
-    "chunks": (1, LLAMA + "--sequence-chunk-size 1024"),
-    "chunks full": (1, GQA + FULL + "--sequence-chunk-size 512 --seq-length 8192"),
-    "chunks selective": (1, LLAMA + "--recompute-granularity selective --sequence-chunk-size 512 --seq-length 8192"),
-    "chunks bf16": (1, GQA + HALF + "--sequence-chunk-size 1024 --seq-length 16384"),
-    "chunks offloaded": (1, GELU + "--sequence-chunk-size 1024 --offload-key-values"),
+    "chunks, full, gqa": (1, GQA + FULL + CHUNKS),
+    "chunks, selective": (1, LLAMA + "--recompute-granularity selective " + CHUNKS),
+    "chunks, bf16, offloaded": (1, GQA + HALF + "--offload-key-values " + CHUNKS),
     "chunks, everything": (4, GQA + "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-size 2 "
-                                    "--mlp-tile-size 512 --zero-stage 3 --sequence-chunk-size 2048 --seq-length 16384"),
+                                    "--mlp-tile-size 512 --zero-stage 3 " + CHUNKS),
     "zero 0": (4, LLAMA + FULL + "--zero-stage 0 " + SHORT),
     "zero 1, microbatches": (4, GELU + "--zero-stage 1 --global-batch-size 16 " + SHORT),
     "zero 2": (4, LLAMA + "--zero-stage 2 " + SHORT),
