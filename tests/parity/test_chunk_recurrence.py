@@ -52,7 +52,8 @@ LAYOUTS: dict[int, list[tuple[str, str, str]]] = {
 
 
 def cases(world: int) -> list[Case]:
-    return [Case(f"{style} {flags}", world, f"{CHUNK} {flags}", style, model, "ragged") for flags, style, model in LAYOUTS[world]]
+    return [Case(f"{style} {flags}", world, f"{CHUNK} {flags}", style, model, "ragged")
+            for flags, style, model in LAYOUTS[world]]
 
 
 def worst(some: Sequence[Case]) -> dict[str, float]:
