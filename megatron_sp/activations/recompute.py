@@ -24,6 +24,7 @@ KEPT_OPERATORS = (
     "aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
     "flash_attn._flash_attn_forward", "flash_attn_3._flash_attn_forward",  # of the packages of these names
+    "torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward",  # inside documents
     ALL_TO_ALL_OPERATOR)
 
 

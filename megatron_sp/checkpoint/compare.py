@@ -24,6 +24,7 @@ MAY_CHANGE = (
     ("model", "use_rope_scaling"), ("model", "rope_scaling_factor"), ("model", "norm_epsilon"),
     ("model", "hidden_dropout"), ("model", "attention_dropout"), ("data", "seq_length"), ("data", "split"),
     ("data", "data_path"), ("data", "train_data_path"), ("data", "dataloader_type"), ("data", "eod_mask_loss"),
+    ("data", "reset_position_ids"), ("data", "reset_attention_mask"), ("data", "document_boundaries"),
     ("optimizer", "adam_beta1"), ("optimizer", "adam_beta2"), ("optimizer", "adam_eps"),
     ("optimizer", "sgd_momentum"), ("optimizer", "clip_grad"),
     ("train", "global_batch_size"), ("train", "seed"), ("precision", "bf16"),

@@ -206,6 +206,11 @@ class Data:
     num_workers: int = flag(2, "Above 0, a background thread reads the next batch while the model computes; the "
                                "number makes no other difference.")
     eod_mask_loss: bool = flag(False, "Leave predictions that follow an end-of-document token out of the loss.")
+    reset_position_ids: bool = flag(False, "Count positions from the start of each document inside a sequence.")
+    reset_attention_mask: bool = flag(False, "Let tokens attend only to tokens of their own document.")
+    document_boundaries: str = flag("index", "What tells --reset-position-ids and --reset-attention-mask where "
+                                             "documents end: the index of the data, which costs no reading, or the "
+                                             "end-of-document tokens (eod), as in Megatron.", choices=("index", "eod"))
     tokenizer_type: str = flag("GPT2BPETokenizer", "Kind of tokenizer.", choices=(
         "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
         "HuggingFaceTokenizer", "HFTokenizer", "PretrainedFromHF", "NullTokenizer"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from megatron_sp.data.documents import IGNORE_DOCUMENTS, Documents
 from megatron_sp.data.gpt_dataset import Dataset
 from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.errors import DataError
@@ -25,7 +26,8 @@ class Microbatch:
     Attributes:
         tokens: inputs, int64 ``[b, s/sp]``.
         labels: next tokens, int64 ``[b, s/sp]``; -100 where there is no loss.
-        positions: index of each input in its whole sequence, int64 ``[b, s/sp]``.
+        positions: index of each input in its whole sequence, or in its document under ``--reset-position-ids``, int64
+            ``[b, s/sp]``.
         sample_ids: index of each sequence in the training order, int64 ``[b]``, always on the CPU.
         num_valid: number of labels that are not -100.
         mask: which keys each query may see, for the whole sequences.
@@ -56,18 +58,20 @@ class BatchReader:
         eod_mask_loss: whether positions whose input is ``eod_token`` have no loss.
         read_ahead: whether a thread reads the next global batch while the model computes this one.
         vocab_size: larger or equal token ids are refused; 0: any id is accepted.
+        documents: what documents inside samples change; default: nothing.
 
     Use as a context manager, or call ``close``.
     """
 
     def __init__(self, dataset: Dataset, layout: SequenceLayout, sp_rank: int, dp_rank: int, dp_size: int,
                  eod_token: int | None = None, eod_mask_loss: bool = False, read_ahead: bool = False,
-                 vocab_size: int = 0):
+                 vocab_size: int = 0, documents: Documents = IGNORE_DOCUMENTS):
         if eod_mask_loss and eod_token is None:
             raise DataError("--eod-mask-loss needs a tokenizer with an end-of-document token, and this one has none.")
         self.dataset, self.dp_rank, self.dp_size, self.vocab_size = dataset, dp_rank, dp_size, vocab_size
+        self.documents = documents
         self.ranges = layout.ranges(sp_rank)
-        self.positions = torch.from_numpy(np.ascontiguousarray(layout.positions(sp_rank), dtype=np.int64))
+        self.places = np.ascontiguousarray(layout.positions(sp_rank), dtype=np.int64)
         self.masked_input = eod_token if eod_mask_loss else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead") if read_ahead else None
         self._next: tuple[tuple[int, int, int], Future[list[Microbatch]]] | None = None
@@ -105,7 +109,7 @@ class BatchReader:
         return [self._microbatch(samples) for samples in ids]
 
     def _microbatch(self, samples: Sequence[int]) -> Microbatch:
-        shape = (len(samples), len(self.positions))
+        shape = (len(samples), len(self.places))
         tokens, labels = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
         for row, sample in enumerate(samples):
             column = 0
@@ -118,10 +122,18 @@ class BatchReader:
                 column = here.stop
         if self.masked_input is not None:
             labels[tokens == self.masked_input] = IGNORED
+        positions, mask = self._place_documents(samples)
         return Microbatch(tokens=torch.from_numpy(tokens), labels=torch.from_numpy(labels),
-                          positions=self.positions.expand(shape).clone(),
+                          positions=torch.from_numpy(positions),
                           sample_ids=torch.tensor(samples, dtype=torch.int64),
-                          num_valid=int(np.count_nonzero(labels != IGNORED)))
+                          num_valid=int(np.count_nonzero(labels != IGNORED)), mask=mask)
+
+    def _place_documents(self, samples: Sequence[int]) -> tuple[np.ndarray, AttentionMask]:
+        """Return the position ids of this rank's tokens, int64 ``[b, s/sp]``, and the mask of whole sequences."""
+        if not self.documents.matter:
+            return np.tile(self.places, (len(samples), 1)), CAUSAL
+        starts = [self.documents.starts(self.dataset, sample) for sample in samples]
+        return np.stack([self.documents.positions(row, self.places) for row in starts]), self.documents.mask(starts)
 
     def _check_tokens(self, window: np.ndarray, sample: int) -> None:
         if self.vocab_size and (int(window.max()) >= self.vocab_size or int(window.min()) < 0):

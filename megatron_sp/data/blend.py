@@ -220,6 +220,11 @@ class BlendedDataset:
         member = self.datasets[int(self.dataset_index[sample])]
         return member.window(int(self.dataset_sample_index[sample]), start, stop)
 
+    def document_starts(self, sample: int) -> np.ndarray:
+        """Return the positions at which documents start, int64, ascending from 0."""
+        check_window(self, sample, 0, 0)
+        return self.datasets[int(self.dataset_index[sample])].document_starts(int(self.dataset_sample_index[sample]))
+
     def source(self, sample: int) -> str:
         """Return the path of the file that holds a sample, for messages."""
         return self.datasets[int(self.dataset_index[sample])].source(int(self.dataset_sample_index[sample]))

@@ -210,6 +210,11 @@ class CyclicDataset:
         check_window(self, sample, start, stop)
         return self.dataset.window(self._inner(sample), start, stop)
 
+    def document_starts(self, sample: int) -> np.ndarray:
+        """Return the positions at which documents start, int64, ascending from 0."""
+        check_window(self, sample, 0, 0)
+        return self.dataset.document_starts(self._inner(sample))
+
     def source(self, sample: int) -> str:
         """Return the path of the file that holds a sample, for messages."""
         return self.dataset.source(self._inner(sample))

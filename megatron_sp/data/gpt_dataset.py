@@ -23,6 +23,12 @@ class Dataset(Protocol):
     def window(self, sample: int, start: int, stop: int) -> np.ndarray:
         """Return the tokens ``[start, stop)`` of one sample, int64; ``0 <= start <= stop <= seq_length + 1``."""
 
+    def document_starts(self, sample: int) -> np.ndarray:
+        """Return the positions ``[0, seq_length)`` at which documents start, int64, ascending from 0.
+
+        The part of a document at the start of a sample counts as one. A dataset without documents returns ``[0]``.
+        """
+
     def source(self, sample: int) -> str:
         """Return the path of the file that holds a sample, for messages."""
 
@@ -117,6 +123,14 @@ class GPTDataset:
             filled += count
             entry += 1
         return out
+
+    def document_starts(self, sample: int) -> np.ndarray:
+        """Return the positions at which documents start, int64, ascending from 0. Reads no token."""
+        check_window(self, sample, 0, 0)
+        position = int(self.shuffle_index[sample]) * self.seq_length
+        first, last = np.searchsorted(self.starts, (position, position + self.seq_length), side="left")
+        inside = np.unique(self.starts[first:last]) - position  # where documents are empty, several start at one place
+        return inside if len(inside) and inside[0] == 0 else np.concatenate([np.zeros(1, dtype=np.int64), inside])
 
     def source(self, sample: int) -> str:
         """Return the path of the file that holds a sample, for messages."""

@@ -8,6 +8,8 @@ from megatron_sp.data.gpt_dataset import check_window
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+#: A sample of random tokens is 1 to this many documents.
+MOST_DOCUMENTS = 8
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -37,13 +39,23 @@ class MockDataset:
     def __len__(self) -> int:
         return self.num_samples
 
+    def _stream(self, sample: int) -> np.ndarray:
+        """Return the number from which the random numbers of a sample are computed, uint64 [1]."""
+        key = np.array([self.seed & _MASK, sample], dtype=np.uint64)
+        return _mix(_mix(key[:1]) + key[1:] * np.uint64(_GOLDEN))
+
     def window(self, sample: int, start: int, stop: int) -> np.ndarray:
         """Return the tokens ``[start, stop)`` of a sample, int64."""
         check_window(self, sample, start, stop)
-        key = np.array([self.seed & _MASK, sample], dtype=np.uint64)
-        stream = _mix(_mix(key[:1]) + key[1:] * np.uint64(_GOLDEN))
-        counters = np.arange(start, stop, dtype=np.uint64) * np.uint64(_GOLDEN) + stream
+        counters = np.arange(start, stop, dtype=np.uint64) * np.uint64(_GOLDEN) + self._stream(sample)
         return (_mix(counters) % np.uint64(self.vocab_size)).astype(np.int64)
+
+    def document_starts(self, sample: int) -> np.ndarray:
+        """Return the positions at which documents start, int64, ascending from 0; they are random, too."""
+        check_window(self, sample, 0, 0)
+        draws = _mix(np.arange(MOST_DOCUMENTS, dtype=np.uint64) * np.uint64(_GOLDEN) + _mix(self._stream(sample)))
+        count = int(draws[0] % np.uint64(MOST_DOCUMENTS))
+        return np.unique(np.append(draws[1:1 + count] % np.uint64(self.seq_length), np.uint64(0)).astype(np.int64))
 
     def source(self, sample: int) -> str:
         """Return the flag that asked for random tokens, for messages: a sample comes from no file."""

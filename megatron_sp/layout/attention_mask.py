@@ -91,6 +91,15 @@ class AttentionMask:
             yield position, stop
             position, following = stop, following + 1
 
+    def lengths(self, batch: int, tokens: int) -> list[int]:
+        """Return the lengths of the documents of all sequences, those of the first sequence first.
+
+        Args:
+            batch: number of sequences.
+            tokens: length of each sequence.
+        """
+        return [stop - start for row in range(batch) for start, stop in self.ranges(row, (0, tokens))]
+
     def pieces(self, row: int, queries: Range, keys: Range) -> list[Piece]:
         """Return the pieces that make up the attention of some queries of a sequence to some of its keys.
 

@@ -55,6 +55,8 @@ def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit)
 
     overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
     wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap, compiled=run.train.compile)
+    if run.train.compile and run.data.reset_attention_mask:
+        wrapped = torch.compiler.disable(wrapped)  # documents differ in each microbatch: each would compile anew
     return AttentionPlan(heads, wrapped, first_query_head(heads, mesh))
 
 

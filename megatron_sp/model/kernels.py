@@ -43,7 +43,8 @@ def choose_kernels(run: Run, device: torch.device) -> Kernels:
         chosen = choose_block_kernel(device, dtype, run.model.head_dim, ring=run.parallel.ring > 1)
         return Kernels(SDPACore(), chosen.kernel, norms, chosen.warnings)
     core = choose_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
-                       half_head_dim=run.model.head_dim if dtype != torch.float32 else 0)
+                       half_head_dim=run.model.head_dim if dtype != torch.float32 else 0,
+                       documents=run.data.reset_attention_mask)
     return Kernels(core.core, UnfusedBlockKernel(), norms, core.warnings)
 
 

@@ -25,6 +25,9 @@ and all ranks compute equally many query-key pairs in each step. A ring of two, 
 Only step 0 needs a mask. In later steps a rank attends with all its queries to the early half of the keys that an
 earlier rank owns, or with the late half of its queries to all keys that a later rank owns.
 
+Where tokens attend only to their own document, a rank computes each piece of each document by itself
+(``AttentionMask.pieces``). The blocks travel as before, but the ranks then have unequal work.
+
 With t tokens per rank, g key/value heads and head width d, the forward sends ``(r-1) * t * 2 * g * d`` elements per
 rank. The backward sends the keys and values as often again, and their gradients r times: the gradient of a block
 follows the block around the ring, and a last step brings it to the rank that owns the block.
@@ -32,13 +35,15 @@ follows the block around the ring, and a last step brings it to the rank that ow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, AttentionMask, Range
+from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.parallel.ulysses import BytesSent
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -61,6 +66,20 @@ class BlockKernel(Protocol):
             grad: gradient of the merged output, [b, t, n, d]
             o, lse: output [b, t, n, d] and log-sum-exp [b, n, t] of the queries, merged over *all* blocks of keys
         """
+
+
+class Work(NamedTuple):
+    """Queries of this rank that attend to keys of a block: all their pairs, or if ``causal`` those up to the diagonal.
+
+    Attributes:
+        rows: sequences of the microbatch.
+        queries, keys: indices of tokens on the rank that owns them.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    causal: bool
 
 
 @dataclass(frozen=True)
@@ -114,6 +133,36 @@ class Ring:
         half = tokens // 2
         return (whole, slice(0, half), False) if owner < self.rank else (slice(half, tokens), whole, False)
 
+    def work(self, owner: int, shape: torch.Size, mask: AttentionMask) -> list[Work]:
+        """Return what this rank computes with the keys of rank ``owner``.
+
+        Args:
+            shape: of the queries, [b, t, ...].
+        """
+        batch, tokens = shape[:2]
+        if not mask.needs:
+            attended = self.attended(owner, tokens)
+            return [] if attended is None else [Work(slice(0, batch), *attended)]
+        layout = SequenceLayout(tokens * self.size, ring=self.size, kind="zigzag" if self.zigzag else "contiguous")
+        return [Work(slice(row, row + 1), _shifted(piece.queries, query_shift), _shifted(piece.keys, key_shift),
+                     piece.causal)
+                for queries, query_shift in _local_ranges(layout.ring_ranges(self.rank))
+                for keys, key_shift in _local_ranges(layout.ring_ranges(owner))
+                for row in range(batch) for piece in mask.pieces(row, queries, keys)]
+
+
+def _local_ranges(ranges: Sequence[Range]) -> list[tuple[Range, int]]:
+    """Return each range of a rank with the number that changes a position into the index of the rank's token."""
+    found, first = [], 0
+    for start, stop in ranges:
+        found.append(((start, stop), first - start))
+        first += stop - start
+    return found
+
+
+def _shifted(part: Range, shift: int) -> slice:
+    return slice(part[0] + shift, part[1] + shift)
+
 
 def merge(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor,
           lse_block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +181,8 @@ def merge(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor,
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring,
+                mask: AttentionMask) -> torch.Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         kv = torch.stack((k, v))  # the block that this rank holds, [2, b, t, g, d]
         o = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -142,18 +192,16 @@ class _RingAttention(torch.autograd.Function):
             next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
             if not is_last:
                 ring.sent.add([kv])
-            attended = ring.attended((ring.rank - step) % ring.size, q.shape[1])
-            if attended is not None:
-                queries, keys, masked = attended
-                o_block, lse_block = ring.kernel.forward(q[:, queries], kv[0][:, keys], kv[1][:, keys], masked)
-                o[:, queries], lse[..., queries] = merge(o[:, queries], lse[..., queries], o_block.to(wide),
-                                                         lse_block.to(wide))
+            for rows, queries, keys, causal in ring.work((ring.rank - step) % ring.size, q.shape, mask):
+                o_block, lse_block = ring.kernel.forward(q[rows, queries], kv[0][rows, keys], kv[1][rows, keys], causal)
+                o[rows, queries], lse[rows, :, queries] = merge(o[rows, queries], lse[rows, :, queries],
+                                                                o_block.to(wide), lse_block.to(wide))
             for transfer in kv_transfers:
                 transfer.wait()
             kv = next_kv
         result = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
-        ctx.ring = ring
+        ctx.ring, ctx.mask = ring, mask
         return result
 
     @staticmethod
@@ -168,19 +216,18 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ring.size):
             is_last = step == ring.size - 1
             next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
-            attended = ring.attended((ring.rank - step) % ring.size, q.shape[1])
-            dkv_block = None
-            if attended is not None:
-                queries, keys, masked = attended
-                dq_block, *dkv_block = ring.kernel.backward(
-                    grad[:, queries], q[:, queries], kv[0][:, keys], kv[1][:, keys], o[:, queries],
-                    lse[..., queries], masked)
-                dq[:, queries] += dq_block
+            to_add: list[tuple[slice, slice, torch.Tensor, torch.Tensor]] = []
+            for rows, queries, keys, causal in ring.work((ring.rank - step) % ring.size, q.shape, ctx.mask):
+                dq_block, dk_block, dv_block = ring.kernel.backward(
+                    grad[rows, queries], q[rows, queries], kv[0][rows, keys], kv[1][rows, keys], o[rows, queries],
+                    lse[rows, :, queries], causal)
+                dq[rows, queries] += dq_block
+                to_add.append((rows, keys, dk_block, dv_block))
             for transfer in dkv_transfers:  # dkv holds what the ranks before this one added for this block
                 transfer.wait()
-            if attended is not None and dkv_block is not None:
-                dkv[0][:, keys] += dkv_block[0]
-                dkv[1][:, keys] += dkv_block[1]
+            for rows, keys, dk_block, dv_block in to_add:
+                dkv[0][rows, keys] += dk_block
+                dkv[1][rows, keys] += dv_block
             dkv, dkv_transfers = ring.start_shift(dkv)  # after the last step: to the rank that owns the block
             for transfer in kv_transfers:
                 transfer.wait()
@@ -188,11 +235,13 @@ class _RingAttention(torch.autograd.Function):
         for transfer in dkv_transfers:
             transfer.wait()
         dk, dv = dkv.to(k.dtype)
-        return dq.to(q.dtype), dk, dv, None
+        return dq.to(q.dtype), dk, dv, None, None
 
 
 class RingAttention:
     """Attention over a ring of ranks, with the call signature of an attention core."""
+
+    supports = frozenset({DOCUMENTS})
 
     def __init__(self, ring: Ring):
         self.ring = ring
@@ -201,5 +250,4 @@ class RingAttention:
                  dropout: Any = None) -> torch.Tensor:
         """Attend to the keys of all ranks: q [b, s/r, n, d], k, v [b, s/r, g, d] -> [b, s/r, n, d]."""
         assert dropout is None, "the check of the flags refuses attention dropout with a ring"
-        assert not mask.needs
-        return _RingAttention.apply(q, k, v, self.ring)
+        return _RingAttention.apply(q, k, v, self.ring, mask)

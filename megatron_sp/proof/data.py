@@ -15,11 +15,12 @@ from torch import Tensor
 
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import BatchReader, Microbatch
-from megatron_sp.data.gpt_dataset import Dataset
+from megatron_sp.data.documents import Documents
+from megatron_sp.data.gpt_dataset import Dataset, GPTDataset
 from megatron_sp.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.parallel.mesh import ParallelMesh
-from megatron_sp.proof.reference import Batch
+from megatron_sp.proof.reference import Batch, Numbering, documents_after
 
 #: The label of a position that has no loss.
 IGNORED = -100
@@ -93,6 +94,11 @@ class TokenSet:
         """Return tokens ``[start, stop)`` of a sample, int64."""
         return self.text[sample, start:stop]
 
+    def document_starts(self, sample: int) -> np.ndarray:
+        """Return the positions at which documents start: after each end-of-document token, as in the reference."""
+        starts = np.flatnonzero(self.text[sample, :self.seq_length - 1] == END) + 1
+        return np.concatenate([np.zeros(1, dtype=np.int64), starts])
+
     def source(self, sample: int) -> str:
         """Return where a sample comes from, for messages."""
         return "the proof's tokens"
@@ -105,7 +111,8 @@ def read_from_memory(run: Run, mesh: ParallelMesh, batches: Sequence[Batch]) -> 
     """Return the framework's data reader for this rank, which reads the batches from memory."""
     samples = TokenSet(batches)
     layout = SequenceLayout.of(run)
-    return BatchReader(samples, layout, mesh.rank("sp"), mesh.rank("dp"), mesh.size("dp"), END, samples.masks)
+    return BatchReader(samples, layout, mesh.rank("sp"), mesh.rank("dp"), mesh.size("dp"), END, samples.masks,
+                       documents=Documents.of(run.data, END))
 
 
 def local_microbatches(run: Run, mesh: ParallelMesh, tokens: Tensor, labels: Tensor) -> list[Microbatch]:
@@ -128,6 +135,25 @@ def write_documents(run: Run, prefix: Path, seed: int = 0) -> None:
             tokens[-1] = end
             builder.add_document(tokens)
         builder.finalize()
+
+
+def document_numbers(run: Run, dataset: Dataset) -> Numbering:
+    """Return the numbering of the documents in a data set of one token set, for the plain model.
+
+    The numbers are made here from the lengths of whole documents, without the framework's arithmetic, which the proof
+    tests.
+    """
+    if run.data.document_boundaries == "eod":
+        return documents_after(run.model.vocab_size - 1)
+    assert isinstance(dataset, GPTDataset)
+    lengths = dataset.indexed.lengths[dataset.document_index]
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.from_numpy(lengths.astype(np.int64)))
+
+    def number(tokens: Tensor, first_sample: int) -> Tensor:
+        firsts = [int(dataset.shuffle_index[first_sample + place]) * tokens.shape[1] for place in range(len(tokens))]
+        return torch.stack([row[first:first + tokens.shape[1]] for first in firsts])
+
+    return number
 
 
 def whole_batches(run: Run, dataset: Dataset, count: int) -> list[Batch]:

@@ -29,6 +29,9 @@ Batch = tuple[Tensor, Tensor]
 #: ``drop(site, x)`` returns x after the dropout at this place of the model; ``drop(site, x, head)`` does so for the
 #: attention probabilities of a head.
 Drop = Callable[..., Tensor]
+#: ``documents(tokens, first)`` returns for each token of a global batch the number of its document in its sequence,
+#: ``[B, s]``, from the tokens and the number of the batch's first sample in the training order.
+Numbering = Callable[[Tensor, int], Tensor]
 #: ``dropout(first)`` returns the ``Drop`` for a global batch whose first sample has this number in the training order.
 Dropping = Callable[[int], Drop]
 
@@ -47,6 +50,19 @@ class Step:
 def keep_all(site: str, x: Tensor, head: int = 0) -> Tensor:
     """Return x unchanged: the ``Drop`` of a model without dropout."""
     return x
+
+
+def one_document(tokens: Tensor, first_sample: int = 0) -> Tensor:
+    """Return 0 for every token: each sequence is one document."""
+    return torch.zeros_like(tokens)
+
+
+def documents_after(end: int) -> Numbering:
+    """Return the numbering in which a new document starts after each token ``end``."""
+    def number(tokens: Tensor, first_sample: int = 0) -> Tensor:
+        return torch.cumsum(tokens == end, dim=1) - (tokens == end).long()
+
+    return number
 
 
 def dropout_sites(model: Model) -> list[str]:
@@ -111,7 +127,8 @@ def tokens_by_rank(length: int, ring: int) -> Tensor:
 
 
 def reference_training(weights: Weights, run: Run, batches: Sequence[Batch],
-                       dropout: Dropping = lambda first: keep_all) -> list[Step]:
+                       dropout: Dropping = lambda first: keep_all,
+                       documents: Numbering = one_document) -> list[Step]:
     """Train the plain model and return one ``Step`` for each batch.
 
     The loss is the mean over the valid tokens of the global batch. Gradients are clipped by their global norm. Weight
@@ -122,13 +139,14 @@ def reference_training(weights: Weights, run: Run, batches: Sequence[Batch],
         run: gives the model, the optimizer and the schedule.
         batches: one global batch for each step.
         dropout: returns the dropout of a batch from the number of its first sample; default: no dropout.
+        documents: numbers the documents; the run's flags say what they change.
     """
     leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
     optimizer = _optimizer(run, list(leaves.values()))
     steps, consumed = [], 0
     for tokens, labels in batches:
         optimizer.zero_grad()
-        loss_sum, count = reference_loss(leaves, run, tokens, labels, drop=dropout(consumed))
+        loss_sum, count = reference_loss(leaves, run, tokens, labels, documents(tokens, consumed), dropout(consumed))
         (loss_sum / count).backward()
         gradients: Weights = {}
         for name, leaf in leaves.items():
@@ -177,29 +195,38 @@ def _optimizer(run: Run, leaves: list[Tensor]) -> torch.optim.Optimizer:
                              eps=flags.adam_eps, foreach=False)
 
 
-def reference_evaluation(weights: Weights, run: Run, batches: Sequence[Batch]) -> float:
+def reference_evaluation(weights: Weights, run: Run, batches: Sequence[Batch],
+                         documents: Numbering = one_document) -> float:
     """Return the mean loss per valid token of several global batches, in nats, without dropout."""
     with torch.no_grad():
-        sums, counts = zip(*(reference_loss(weights, run, tokens, labels) for tokens, labels in batches))
+        sums, counts = zip(*(reference_loss(weights, run, tokens, labels, documents(tokens, number * len(tokens)))
+                             for number, (tokens, labels) in enumerate(batches)))
     return float(sum(sums)) / sum(counts)
 
 
 def reference_loss(weights: Weights, run: Run, tokens: Tensor, labels: Tensor,
-                   positions: Tensor | None = None, drop: Drop = keep_all) -> tuple[Tensor, int]:
+                   documents: Tensor | None = None, drop: Drop = keep_all) -> tuple[Tensor, int]:
     """Return the loss of a whole batch.
 
     Args:
         weights: whole tensors by parameter name. Their floating-point type is the type of the computation.
-        run: gives the model.
+        run: gives the model, and what documents change.
         tokens: ``[B, s]`` int64.
         labels: ``[B, s]`` int64, -100 where there is no loss.
-        positions: ``[B, s]`` int64; default: 0 to s - 1.
+        documents: number of each token's document, ``[B, s]``; default: each sequence is one document.
         drop: dropout, such as that of ``keyed_dropout``; default: no dropout.
 
     Returns:
         The sum of the losses of the valid tokens in nats, and their number.
     """
-    logits = reference_logits(weights, run.model, tokens, positions, drop)  # [B, s, V]
+    numbers = torch.zeros_like(tokens) if documents is None else documents
+    same = numbers.unsqueeze(2) == numbers.unsqueeze(1)  # [B, s, s]
+    if not run.data.reset_attention_mask:
+        same = torch.ones_like(same)
+    positions = None
+    if run.data.reset_position_ids:  # the number of earlier tokens in the same document
+        positions = (numbers.unsqueeze(2) == numbers.unsqueeze(1)).tril(-1).sum(dim=2)
+    logits = reference_logits(weights, run.model, tokens, positions, drop, same)  # [B, s, V]
     log_probabilities = logits - torch.logsumexp(logits, dim=-1, keepdim=True)
     valid = labels != -100
     picked = log_probabilities[valid].gather(-1, labels[valid].unsqueeze(-1))  # [valid, 1]
@@ -207,8 +234,12 @@ def reference_loss(weights: Weights, run: Run, tokens: Tensor, labels: Tensor,
 
 
 def reference_logits(weights: Weights, model: Model, tokens: Tensor, positions: Tensor | None = None,
-                     drop: Drop = keep_all) -> Tensor:
-    """Return the logits ``[B, s, V]`` of tokens ``[B, s]``."""
+                     drop: Drop = keep_all, same: Tensor | None = None) -> Tensor:
+    """Return the logits ``[B, s, V]`` of tokens ``[B, s]``.
+
+    Args:
+        same: whether two tokens are of one document and may see each other, bool ``[B, s, s]``; default: all may.
+    """
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     x = weights["embedding.word.weight"][tokens]  # [B, s, h]
@@ -216,18 +247,19 @@ def reference_logits(weights: Weights, model: Model, tokens: Tensor, positions: 
         x = x + weights["embedding.position.weight"][positions]
     x = drop("embedding", x)
     for index in range(model.num_layers):
-        x = reference_block(weights, f"layers.{index}", model, x, positions, drop)
+        x = reference_block(weights, f"layers.{index}", model, x, positions, drop, same)
     x = _norm(weights, "final_norm", model, x)
     tied = not model.untie_embeddings_and_output_weights
     return x @ weights["embedding.word.weight" if tied else "output.weight"].T
 
 
 def reference_block(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor,
-                    drop: Drop = keep_all) -> Tensor:
+                    drop: Drop = keep_all, same: Tensor | None = None) -> Tensor:
     """Return the output of the layer ``name`` for the input x, both ``[B, s, h]``."""
     layer = name.removeprefix("layers.")
     normed = _norm(weights, f"{name}.input_norm", model, x)
-    branch = _attention(weights, f"{name}.attention", model, normed, positions, partial(drop, f"{layer}/attention"))
+    branch = _attention(weights, f"{name}.attention", model, normed, positions, partial(drop, f"{layer}/attention"),
+                        same)
     x = x + drop(f"{layer}/attention-output", branch)
     branch = _mlp(weights, f"{name}.mlp", model, _norm(weights, f"{name}.post_attention_norm", model, x))
     return x + drop(f"{layer}/mlp-output", branch)
@@ -246,7 +278,8 @@ def _norm(weights: Weights, name: str, model: Model, x: Tensor) -> Tensor:
     return x + weights[f"{name}.bias"] if f"{name}.bias" in weights else x
 
 
-def _attention(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor, drop: Drop) -> Tensor:
+def _attention(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor, drop: Drop,
+               same: Tensor | None) -> Tensor:
     """Return causal attention, ``[B, s, h]`` to ``[B, s, h]``. Query head i uses key/value head ``i * g // n``."""
     n, g, d = model.num_attention_heads, model.num_query_groups, model.kv_channels
     batch, length, _ = x.shape
@@ -257,12 +290,14 @@ def _attention(weights: Weights, name: str, model: Model, x: Tensor, positions: 
         q, k = _norm(weights, f"{name}.query_norm", model, q), _norm(weights, f"{name}.key_norm", model, k)
     if model.position_embedding_type == "rope":
         q, k = _rotate(q, positions, model), _rotate(k, positions, model)
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    if same is not None:
+        hidden = hidden | ~same  # [B, s, s]
     outputs = []
     for head in range(n):
         group = head * g // n
         scores = q[:, :, head] @ k[:, :, group].transpose(1, 2) / math.sqrt(d)  # [B, s, s]
-        probabilities = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+        probabilities = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
         outputs.append(drop(probabilities, head) @ v[:, :, group])  # [B, s, d]
     return _linear(weights, f"{name}.output", torch.cat(outputs, dim=-1))
 

@@ -20,8 +20,8 @@ from megatron_sp.config.schema import Run
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
-from megatron_sp.proof.data import local_microbatches, read_from_memory
-from megatron_sp.proof.reference import Batch, Drop, Step, Weights, keep_all, reference_training
+from megatron_sp.proof.data import END, local_microbatches, read_from_memory
+from megatron_sp.proof.reference import Batch, Drop, Step, Weights, documents_after, keep_all, reference_training
 from megatron_sp.torch_internals import silence_redistribution
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
@@ -172,7 +172,7 @@ def whole_tensors(run: Run, model: nn.Module, mesh: ParallelMesh,
 
 def reference_step(run: Run, weights: Weights, tokens: Tensor, labels: Tensor, drop: Drop = keep_all) -> Step:
     """Return the plain model's training step on a global batch (``[B, s]`` each)."""
-    return reference_training(weights, run, [(tokens, labels)], lambda first: drop)[0]
+    return reference_training(weights, run, [(tokens, labels)], lambda first: drop, documents_after(END))[0]
 
 
 def differences(step: Step, expected: Step) -> dict[str, float]:

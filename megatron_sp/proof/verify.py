@@ -17,7 +17,7 @@ from megatron_sp.config.schema import Memory, Parallel, Precision, Run, Schedule
 from megatron_sp.data.batch import BatchReader
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
-from megatron_sp.proof.data import whole_batches, write_documents
+from megatron_sp.proof.data import document_numbers, whole_batches, write_documents
 from megatron_sp.proof.processes import ProcessesFailedError, run_processes
 from megatron_sp.proof.reference import (
     Step,
@@ -187,9 +187,11 @@ def expect(run: Run, weights: Weights, ours: Trained) -> tuple[list[Step], float
     box: list[tuple[list[Step], float] | None] = [None]
     if dist.get_rank() == 0:
         batches = whole_batches(run, ours.train.dataset, len(ours.steps))
-        steps = reference_training(weights, run, batches, partial(keyed_dropout, run))
+        steps = reference_training(weights, run, batches, partial(keyed_dropout, run),
+                                   document_numbers(run, ours.train.dataset))
         held_out = whole_batches(run, ours.valid.dataset, run.train.eval_iters)
-        box = [(steps, reference_evaluation(steps[-1].weights, run, held_out))]
+        box = [(steps, reference_evaluation(steps[-1].weights, run, held_out,
+                                           document_numbers(run, ours.valid.dataset)))]
     dist.broadcast_object_list(box)
     assert box[0] is not None
     return box[0]

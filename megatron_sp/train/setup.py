@@ -163,6 +163,7 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
     """Build the datasets and return their readers. Each evaluation reads the same ``--eval-iters`` global batches."""
     from megatron_sp.data.batch import BatchReader
     from megatron_sp.data.build import build_datasets
+    from megatron_sp.data.documents import Documents
     from megatron_sp.layout.tokens import SequenceLayout
     from megatron_sp.train.trainer import Readers
 
@@ -172,13 +173,13 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
     with recorder.timers("datasets", occasional=True):
         splits = build_datasets(run.data, tokenizer.eod, counts, train.seed, vocab_size=run.model.vocab_size)
     recorder.say(f"data:\n{splits.describe()}")
-    layout = SequenceLayout.of(run)
+    layout, documents = SequenceLayout.of(run), Documents.of(run.data, tokenizer.eod)
 
     def reader(dataset: Any, read_ahead: bool) -> BatchReader | None:
         if dataset is None:
             return None
         return BatchReader(dataset, layout, mesh.rank("sp"), mesh.rank("dp"), mesh.size("dp"), tokenizer.eod,
-                           run.data.eod_mask_loss, read_ahead, vocab_size=run.model.vocab_size)
+                           run.data.eod_mask_loss, read_ahead, vocab_size=run.model.vocab_size, documents=documents)
 
     named = {name: made for name, dataset in splits.named_valid.items() if (made := reader(dataset, False))}
     return Readers(reader(splits.train, run.data.num_workers > 0), reader(splits.valid, False),

@@ -24,7 +24,11 @@ AXES: dict[str, tuple[object, ...]] = {
     "kv_heads": (8, 2, 1), "style": ("llama", "gpt"), "extra_layers": (0, 1),
     "masked": ("nothing", "eod", "late half", "ragged"), "exchange": ("collectives", "memory", "overlapped"),
     "chunks": (1, 4),
+    "documents": ("joined", "by index", "by eod"),
 }
+#: The flags that separate documents, in each way; they change what is computed, in one process too.
+DOCUMENTS = {"joined": "", "by index": " --reset-position-ids --reset-attention-mask",
+             "by eod": " --reset-position-ids --reset-attention-mask --document-boundaries eod"}
 #: The flags of each way to exchange tensors: through collectives, as on GPUs; through memory that CPU ranks share; and
 #: through collectives that overlap with computation.
 EXCHANGE = {"collectives": " --no-shared-memory", "memory": "", "overlapped":
@@ -97,6 +101,7 @@ def case(layout: Layout) -> Case:
     words += ["--sequence-chunk-size 8"] if at["chunks"] != 1 else []
     model = f"{STYLE[str(at['style'])]} {SIZE} --num-layers {layers} --num-key-value-heads {at['kv_heads']}"
     model += "" if at["tied"] else " --untie-embeddings-and-output-weights"
+    model += DOCUMENTS[str(at["documents"])]
     return Case(name(layout), world_size(layout), " ".join(words), "none", model, str(at["masked"]))
 
 
@@ -109,7 +114,8 @@ def name(layout: Layout) -> str:
     words += [str(at["schedule"])] if at["pp"] != 1 else []
     words += ["an extra layer"] if at["extra_layers"] else []
     return ", ".join([*degrees, f"zero {at['zero']}", *words, f"micro-batch {at['micro_batch']}", str(at["style"]),
-                      f"{at['kv_heads']} of 8 kv heads", f"{at['masked']} masked", str(at["exchange"])])
+                      f"{at['kv_heads']} of 8 kv heads", f"{at['masked']} masked", str(at["exchange"]),
+                      f"documents {at['documents']}"])
 
 
 def draw(generator: random.Random, world: int | None = None) -> Layout:
@@ -150,7 +156,7 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
 
     On the Ulysses axis the heads may be no multiple of the ranks, and on the tensor axis the key/value heads.
     """
-    at = {name: generator.choice(AXES[name]) for name in ("zero", "tied", "style", "masked", "exchange")}
+    at = {name: generator.choice(AXES[name]) for name in ("zero", "tied", "style", "masked", "exchange", "documents")}
     heads, kv, layers, batch, words = 4, generator.choice((1, 2, 4)), 2, 4, [
         f"{SIZED_AXES[axis]} {size}" if SIZED_AXES[axis] else ""]
     if axis == "tp":
@@ -182,8 +188,9 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
     model = (f"{style} --hidden-size 32 --kv-channels 8 --num-attention-heads {heads} --num-key-value-heads {kv} "
              f"--num-layers {layers} --seq-length {length} --global-batch-size {batch} "
              "--make-vocab-size-divisible-by 6")
-    model += "" if at["tied"] else " --untie-embeddings-and-output-weights"
-    about = ", ".join([f"{axis} {size}", *words[1:], str(at["style"]), f"{kv} of {heads} kv heads"])
+    model += ("" if at["tied"] else " --untie-embeddings-and-output-weights") + DOCUMENTS[str(at["documents"])]
+    about = ", ".join([f"{axis} {size}", *words[1:], str(at["style"]), f"{kv} of {heads} kv heads",
+                       f"documents {at['documents']}"])
     return Case(f"{about}, {at['masked']} masked",
                 size, " ".join(words), "none", model, str(at["masked"]))
 

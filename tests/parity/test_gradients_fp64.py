@@ -138,8 +138,32 @@ PIPELINES = [
     Case("pp 2, ring 2, ulysses 2, zero 2, ragged masked", 8, f"{PP2} {RING} {U2} --zero-stage 2", masked="ragged"),
 ]
 
+BY_INDEX = "--reset-position-ids --reset-attention-mask"
+BY_EOD = f"{BY_INDEX} --document-boundaries eod"
+
+DOCUMENTS = [
+    *[Case(f"documents, {name}", world, layout, model=model, masked="eod") for name, world, layout, model in (
+        ("one process", 1, "", BY_INDEX),
+        ("unfused, micro-batch 2", 1, "--attention-core unfused --micro-batch-size 2", BY_INDEX),
+        ("eod, ulysses 2, micro-batch 2, recompute", 2,
+         f"{U2} --micro-batch-size 2 --recompute-granularity full", BY_EOD),
+        ("selective, head groups", 1, "--recompute-granularity selective --attention-head-groups 2", BY_INDEX),
+        ("tp 2, megatron sp, tiles", 2, f"{TP2} {SP} --mlp-tile-size 8 --loss-tile-size 8", BY_INDEX),
+        ("dp 2, zero 3", 2, "--zero-stage 3", BY_INDEX),
+        ("pp 2", 2, "--pipeline-model-parallel-size 2", BY_INDEX),
+        ("pp 2, zero-bubble, eod", 2, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", BY_EOD),
+        ("ring 2, micro-batch 2", 2, "--ring-size 2 --micro-batch-size 2", BY_INDEX),
+        ("attention alone, ulysses 2", 2, U2, "--reset-attention-mask"),
+        ("positions alone, ulysses 2", 2, U2, "--reset-position-ids"))],
+    Case("documents, chunks, ulysses 2, micro-batch 2", 2, f"{U2} --sequence-chunk-size 16 --micro-batch-size 2",
+         model=BY_INDEX, masked="eod"),
+    Case("documents, ulysses 3", 3, "--ulysses-size 3", "six_heads",
+         f"{BY_INDEX} --seq-length 66 --num-key-value-heads 2", "ragged"),
+    Case("documents, learned positions, ulysses 2, ring 2", 4, f"{U2} --ring-size 2", "gpt2", BY_INDEX, "ragged"),
+]
+
 #: Cases with the same reference follow one another, so that each reference is computed once.
-CASES = sorted(LAYOUTS + STEPS + HEADS + MASKS + KINDS + RINGS + PIPELINES, key=_same_reference)
+CASES = sorted(LAYOUTS + STEPS + HEADS + MASKS + KINDS + RINGS + PIPELINES + DOCUMENTS, key=_same_reference)
 
 
 @lru_cache(maxsize=1)

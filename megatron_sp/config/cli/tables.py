@@ -186,9 +186,6 @@ REFUSED: dict[str, Refusal] = {
         biencoder-shared-query-context-model use-one-sent-docs retriever-score-scaling vision-pretraining
         dino-norm-last-layer""", 0, _OTHER_MODEL),
     **_refuse("retriever-report-topk-accuracies", "*", _OTHER_MODEL),
-    # planned
-    **_refuse("reset-position-ids reset-attention-mask", 0,
-              "separate attention for each document is not available yet; leave it out to attend across documents"),
 }
 
 _SPLIT_PATHS = "this form is not supported; use --train-data-path, --valid-data-path and --test-data-path"

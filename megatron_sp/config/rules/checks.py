@@ -160,6 +160,10 @@ def advice(run: Run) -> list[str]:
         notes.append("--grad-reduce-in-bf16 has no effect without --bf16 or --fp16.")
     if (run.data.train_data_path or run.data.mock_data) and run.data.split != Data().split:
         notes.append(f"--split {run.data.split} has no effect: it divides the documents of --data-path.")
+    if run.data.document_boundaries != Data().document_boundaries and not (
+            run.data.reset_position_ids or run.data.reset_attention_mask):
+        notes.append(f"--document-boundaries {run.data.document_boundaries} has no effect without --reset-position-ids "
+                     "or --reset-attention-mask.")
     if run.checkpoint.finetune and not run.checkpoint.load:
         notes.append("--finetune has no effect without --load.")
     if not run.checkpoint.load_optimizer and not run.checkpoint.load:

@@ -18,8 +18,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
-from megatron_sp.model.attention.flash import FlashAttention, find_flash_attention
+from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, AttentionMask
+from megatron_sp.model.attention.documents import DocumentAttention, Varlen, first_keys
+from megatron_sp.model.attention.flash import (
+    FlashAttention,
+    find_flash_attention,
+    passes_varlen_trial,
+    torch_varlen,
+)
 from megatron_sp.model.attention.unfused import AttentionDropout, attend_in_query_blocks, block_attention
 from megatron_sp.model.norm_kernels import require_gpu
 
@@ -49,13 +55,15 @@ class UnfusedCore:
     """The quadratic reference, which forms all probabilities at once; for tests and small runs."""
 
     description = "unfused"
-    supports: frozenset[str] = frozenset()
+    supports = frozenset({DOCUMENTS})
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
         if dropout is not None:
             return attend_in_query_blocks(q, k, v, mask, dropout)
-        return block_attention(q, k, v, k.shape[1] - q.shape[1], True, None)[0]
+        earlier = k.shape[1] - q.shape[1]
+        seen_from = first_keys(mask, *k.shape[:2])[:, earlier:] if mask.needs else None
+        return block_attention(q, k, v, earlier, True, None, seen_from)[0]
 
 
 class SDPACore:
@@ -71,23 +79,29 @@ class SDPACore:
 
     Args:
         has_flash: the GPU can run torch's flash attention (Ampere or newer).
+        varlen: attends to all documents of a row at once; None: each document is attended to by itself.
     """
 
     description = "torch's scaled_dot_product_attention"
-    supports: frozenset[str] = frozenset()
+    supports = frozenset({DOCUMENTS})
 
-    def __init__(self, *, has_flash: bool = True):
+    def __init__(self, *, has_flash: bool = True, varlen: Varlen | None = None):
         self.has_flash = has_flash
+        self.inside_documents = DocumentAttention(self._whole, varlen)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
         if dropout is not None or needs_query_blocks(q, k):
             return attend_in_query_blocks(q, k, v, mask, dropout)
+        return self.inside_documents(q, k, v, mask) if mask.needs else self._whole(q, k, v)
+
+    def _whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend to sequences of one document each."""
         if q.device.type != "cuda":
             return _sdpa(q, k, v)
         form = gpu_form(q.dtype, q.shape[-1], has_flash=self.has_flash)
         if form == "query blocks":
-            return attend_in_query_blocks(q, k, v, mask, None)
+            return attend_in_query_blocks(q, k, v, CAUSAL, None)
         if form == "copied heads":
             k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
         with sdpa_kernel(LINEAR_MEMORY):
@@ -120,7 +134,7 @@ def copy_heads(x: torch.Tensor, num_query: int) -> torch.Tensor:
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    causal = q.shape[1] == k.shape[1]  # otherwise there is one query, which sees all keys
+    causal = bool(q.shape[1] == k.shape[1])  # otherwise there is one query, which sees all keys
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, n, d] -> [b, n, s, d]
     o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return o.transpose(1, 2)  # [b, n, s, d] -> [b, s, n, d]
@@ -129,17 +143,20 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 class FlashCore:
     """One version of flash attention, for half precision on a GPU."""
 
-    supports: frozenset[str] = frozenset()
+    supports = frozenset({DOCUMENTS})
 
     def __init__(self, flash: FlashAttention):
         self.description, self.attend = flash.description, flash.attend
+        self.inside_documents = DocumentAttention(lambda q, k, v: flash.attend(q, k, v, True), flash.varlen)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
         assert dropout is None, "the configuration check refuses flash attention with attention dropout"
         if needs_query_blocks(q, k):
             return attend_in_query_blocks(q, k, v, mask, None)
-        return self.attend(q, k, v, q.shape[1] == k.shape[1])
+        if mask.needs:
+            return self.inside_documents(q, k, v, mask)
+        return self.attend(q, k, v, bool(q.shape[1] == k.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -150,7 +167,8 @@ class ChosenCore:
     warnings: tuple[str, ...] = ()
 
 
-def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_head_dim: int = 0) -> ChosenCore:
+def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_head_dim: int = 0,
+                documents: bool = False) -> ChosenCore:
     """Return the core that ``--attention-core name`` means on this device.
 
     "auto" means flash attention of another package, if one is installed and computes right, else "sdpa". torch's own
@@ -158,6 +176,7 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_he
 
     Args:
         half_head_dim: head width where attention computes in half precision, else 0.
+        documents: whether tokens attend only to their own document.
 
     Raises:
         ConfigError: the name is "flash", and there is no GPU or no version of flash attention works on it.
@@ -168,7 +187,7 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_he
     if name == "flash":
         require_gpu("--attention-core flash", device)
     if name == "flash" or (name == "auto" and device.type == "cuda" and half_head_dim and not dropout):
-        search = find_flash_attention(device, half_head_dim, include_torchs=name == "flash")
+        search = find_flash_attention(device, half_head_dim, include_torchs=name == "flash", documents=documents)
         if name == "flash" and search.found is None:
             raise ConfigError(f"--attention-core flash: at head width {half_head_dim}, none of these computes right on "
                               f"this GPU: {', '.join(search.failed)}. Use --attention-core sdpa")
@@ -178,4 +197,12 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_he
         if search.found is not None:
             return ChosenCore(FlashCore(search.found), warnings)
     has_flash = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-    return ChosenCore(SDPACore(has_flash=has_flash), warnings)
+    varlen = None
+    if documents and device.type == "cuda" and gpu_form(torch.bfloat16, half_head_dim, has_flash=has_flash) == (
+            "grouped heads") and half_head_dim:
+        varlen = torch_varlen if passes_varlen_trial(torch_varlen, device, half_head_dim) else None
+        if varlen is None:
+            warnings += (f"torch's flash attention for documents does not compute right at head width {half_head_dim} "
+                         "on this GPU. The run attends to one document after another, which is slow where documents "
+                         "are short.",)
+    return ChosenCore(SDPACore(has_flash=has_flash, varlen=varlen), warnings)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn import attention
 
+from megatron_sp.layout.attention_mask import AttentionMask
+from megatron_sp.model.attention.documents import DocumentAttention, Varlen, first_keys
 from megatron_sp.model.attention.unfused import block_attention
 from megatron_sp.model.kernel_trial import same_results
 
@@ -21,10 +24,17 @@ TRIAL_TOKENS = 300
 
 @dataclass(frozen=True)
 class FlashAttention:
-    """One version of flash attention, ready to be called."""
+    """One version of flash attention, ready to be called.
+
+    Args:
+        description: names the version in the log.
+        attend: attends to whole sequences.
+        varlen: attends to all documents of a row at once; None where the version has no such function.
+    """
 
     description: str
     attend: Attend
+    varlen: Varlen | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class FlashSearch:
     failed: tuple[str, ...]
 
 
-def find_flash_attention(device: torch.device, head_dim: int, *, include_torchs: bool,
+def find_flash_attention(device: torch.device, head_dim: int, *, include_torchs: bool, documents: bool = False,
                          versions: Callable[[], Iterator[FlashAttention]] | None = None) -> FlashSearch:
     """Try the installed versions of flash attention, newest first, until one agrees with unfused attention.
 
@@ -50,18 +60,24 @@ def find_flash_attention(device: torch.device, head_dim: int, *, include_torchs:
     Args:
         head_dim: of the run, at which the trial computes.
         include_torchs: also try the flash attention that torch itself has, last.
+        documents: tokens attend only to their own document. The version's function for documents is then tried too. One
+            that fails is left out, and the version attends to one document after another.
         versions: where the versions come from; the default is ``installed_versions``.
     """
+    def ready(version: FlashAttention) -> FlashAttention:
+        works = documents and version.varlen is not None and passes_varlen_trial(version.varlen, device, head_dim)
+        return version if works else replace(version, varlen=None)
+
     failed: list[str] = []
     for version in (versions or installed_versions)():
         if _passes_trial(version.attend, device, head_dim):
-            return FlashSearch(version, tuple(failed))
+            return FlashSearch(ready(version), tuple(failed))
         failed.append(version.description)
         _restore_torchs_flash()
     if include_torchs:
-        own = FlashAttention("torch's flash attention", torch_flash)
+        own = FlashAttention("torch's flash attention", torch_flash, torch_varlen)
         if _passes_trial(own.attend, device, head_dim):
-            return FlashSearch(own, tuple(failed))
+            return FlashSearch(ready(own), tuple(failed))
         failed.append(own.description)
     return FlashSearch(None, tuple(failed))
 
@@ -78,12 +94,19 @@ def installed_versions() -> Iterator[FlashAttention]:
             attention.activate_flash_attention_impl(version)
         except (ImportError, RuntimeError, ValueError, OSError):
             continue  # its package is not installed, or not for this GPU
-        yield FlashAttention(f"flash attention {version[2:]} (through torch)", torch_flash)
+        yield FlashAttention(f"flash attention {version[2:]} (through torch)", torch_flash, torch_varlen)
     try:
-        function = importlib.import_module("flash_attn").flash_attn_func
+        package = importlib.import_module("flash_attn")
+        function = package.flash_attn_func
     except (ImportError, AttributeError, OSError):
         return
-    yield FlashAttention("flash attention 2 (flash-attn)", lambda q, k, v, causal: function(q, k, v, causal=causal))
+
+    def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
+        return package.flash_attn_varlen_func(q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=longest,
+                                              max_seqlen_k=longest, causal=True)
+
+    yield FlashAttention("flash attention 2 (flash-attn)", lambda q, k, v, causal: function(q, k, v, causal=causal),
+                         varlen)
 
 
 def torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -92,6 +115,32 @@ def torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool)
     with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
         o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return o.transpose(1, 2)
+
+
+def torch_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
+                 longest: int) -> torch.Tensor:
+    """Return torch's causal attention inside the documents of a row, see ``documents.Varlen``."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    how: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    o = varlen_attn(q, k, v, lengths, lengths, longest, longest, window_size=(-1, 0), **how)
+    assert isinstance(o, torch.Tensor)
+    return o
+
+
+def passes_varlen_trial(varlen: Varlen, device: torch.device, head_dim: int) -> bool:
+    """Return whether attention inside documents is right, forward and backward, with grouped heads and two sequences.
+
+    This also finds a function that is missing or takes other arguments in the installed version.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, TRIAL_TOKENS, heads, head_dim, generator=generator).to(device, torch.bfloat16)
+               .requires_grad_() for heads in (4, 2, 2))
+    mask = AttentionMask(((0, 7, 8), (0, TRIAL_TOKENS - 1)))
+    attend = DocumentAttention(lambda q, k, v: q, varlen)
+    seen_from = first_keys(mask, 2, TRIAL_TOKENS)
+    return same_results(lambda: attend(q, k, v, mask),
+                        lambda: block_attention(q, k, v, 0, True, None, seen_from)[0], (q, k, v))
 
 
 def _passes_trial(attend: Attend, device: torch.device, head_dim: int) -> bool:

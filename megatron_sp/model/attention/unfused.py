@@ -17,6 +17,7 @@ import torch
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.layout.attention_mask import AttentionMask
 from megatron_sp.layout.tiles import QUERY_BLOCK
+from megatron_sp.model.attention.documents import first_keys
 from megatron_sp.parallel.random import Dropout
 
 
@@ -41,12 +42,14 @@ class AttentionDropout:
 
 
 def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_query: int, causal: bool,
-                    dropout: AttentionDropout | None) -> tuple[torch.Tensor, torch.Tensor]:
+                    dropout: AttentionDropout | None,
+                    first_keys: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of one block of queries to the given keys, and the log-sum-exp of its scores.
 
     Args:
         q: [b, t, n, d], the queries from position ``first_query`` on.
         k, v: [b, s', g, d], the keys from position 0 on.
+        first_keys: [b, t], the first position that each query sees; default: 0.
     Returns:
         o [b, t, n, d] and the log-sum-exp [b, n, t], at least fp32
     """
@@ -58,6 +61,9 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_que
     if causal:
         position = torch.arange(first_query, first_query + queries, device=q.device).unsqueeze(1)
         scores = scores.masked_fill_(torch.arange(keys, device=q.device) > position, -torch.inf)
+    if first_keys is not None:
+        earlier = torch.arange(keys, device=q.device) < first_keys.to(q.device).unsqueeze(-1)  # [b, t, s']
+        scores = scores.masked_fill_(earlier[:, None, None], -torch.inf)
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse.unsqueeze(-1)).exp()
     if dropout is not None:
@@ -81,13 +87,18 @@ def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ma
     Backward computes each block again. It draws the same dropout mask, because the mask's generator is seeded by
     sample, head and query.
     """
-    def attend(q_block: torch.Tensor, k_seen: torch.Tensor, v_seen: torch.Tensor, first: int) -> torch.Tensor:
-        return block_attention(q_block, k_seen, v_seen, first, True, dropout)[0]
+    def attend(q_block: torch.Tensor, k_seen: torch.Tensor, v_seen: torch.Tensor, first: int,
+               seen_from: torch.Tensor | None) -> torch.Tensor:
+        return block_attention(q_block, k_seen, v_seen, first, True, dropout, seen_from)[0]
 
-    assert not mask.needs
     earlier = k.shape[1] - q.shape[1]  # tokens whose keys are given, but not their queries
+    all_first = first_keys(mask, k.shape[0], k.shape[1]) if mask.needs else None
     outputs = []
     for block in query_blocks(q.shape[1]):
-        seen = earlier + block.stop
-        outputs.append(recompute(attend, q[:, block], k[:, :seen], v[:, :seen], earlier + block.start))
+        start, stop, low, seen_from = earlier + block.start, earlier + block.stop, 0, None
+        if all_first is not None:
+            seen_from = all_first[:, start:stop]
+            low = 0 if dropout is not None else int(seen_from.min())  # dropout draws its mask for all keys from 0 on
+            seen_from = seen_from - low
+        outputs.append(recompute(attend, q[:, block], k[:, low:stop], v[:, low:stop], start - low, seen_from))
     return torch.cat(outputs, dim=1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.model.attention.block_kernels import CPUFlashBlockKernel, UnfusedBlockKernel
 from megatron_sp.model.attention.cores import SDPACore
@@ -16,26 +17,29 @@ from megatron_sp.parallel.sequence import match_heads, match_heads_in_kernel
 from tests.helpers.spawn import RunRanks
 
 TOKENS, WIDTH = 32, 8
+#: Documents that end inside chunks, at their ends, and after several of them; and a sequence of one document.
+DOCUMENTS = AttentionMask(((0, 1, 8, 27, 30), (0,)))
 
 
 def check_ring() -> None:
     """Compare a ring with attention in one process: output and gradients of this rank's tokens, and bytes sent."""
     size, rank = dist.get_world_size(), dist.get_rank()
     kernels: tuple[BlockKernel, ...] = (UnfusedBlockKernel(), CPUFlashBlockKernel())
-    cases = itertools.product(kernels, (True, False), ((4, 4), (4, 2), (4, 1), (3, 2)))
-    for kernel, zigzag, (n, g) in cases:
+    cases = [(*case, CAUSAL) for case in itertools.product(kernels, (True, False), ((4, 4), (4, 2), (4, 1), (3, 2)))]
+    cases += itertools.product(kernels, (True, False), ((4, 2),), (DOCUMENTS,))
+    for kernel, zigzag, (n, g), mask in cases:
         groups = tuple(i * g // n for i in range(n))
         generator = torch.Generator().manual_seed(0)
         whole = [torch.randn(2, TOKENS, count, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
                  for count in (n, g, g)]
         weight = torch.randn(2, TOKENS, n, WIDTH, dtype=torch.float64, generator=generator)
-        expected = match_heads(SDPACore(), groups)(*whole)
+        expected = match_heads(SDPACore(), groups)(*whole, mask=mask)
         gradients = torch.autograd.grad((expected * weight).sum(), whole)
         layout = SequenceLayout(TOKENS, ring=size, kind="zigzag" if zigzag else "contiguous")
         mine = torch.from_numpy(layout.positions(rank))
         local = [x.detach()[:, mine].clone().requires_grad_() for x in whole]
         ring = Ring(dist.distributed_c10d._get_default_group(), match_heads_in_kernel(kernel, groups), zigzag)
-        actual = RingAttention(ring)(*local)
+        actual = RingAttention(ring)(*local, mask=mask)
         torch.testing.assert_close(actual, expected[:, mine], rtol=1e-10, atol=1e-12)
         for x, y in zip(torch.autograd.grad((actual * weight[:, mine]).sum(), local), gradients, strict=True):
             torch.testing.assert_close(x, y[:, mine], rtol=1e-9, atol=1e-12)

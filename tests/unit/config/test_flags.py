@@ -114,7 +114,7 @@ def test_an_unknown_flag_gets_its_nearest_match():
 
 def test_all_problems_come_together():
     with pytest.raises(ConfigError) as caught:
-        read("--hiden-size 64 --lr x --swiglu --squared-relu --fp8-format hybrid --reset-position-ids stray --gas 2")
+        read("--hiden-size 64 --lr x --swiglu --squared-relu --fp8-format hybrid --full-validation stray --gas 2")
     assert "Accepted" not in str(caught.value)
     assert len(caught.value.problems) == 6
 
@@ -281,8 +281,7 @@ def test_what_changes_the_mathematics_is_refused_by_name(line):
     assert line.split()[0] in problem and "support" in problem
 
 
-@pytest.mark.parametrize("line", ["--reset-position-ids", "--reset-attention-mask", "--full-validation",
-                                  "--data-file-list f"])
+@pytest.mark.parametrize("line", ["--full-validation", "--data-file-list f"])
 def test_not_available_yet(line):
     (problem,) = problems(line)
     assert problem.startswith(line) and "not available yet" in problem

@@ -18,6 +18,7 @@ from megatron_sp import torch_internals
 from megatron_sp.config.load import load_run
 from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.errors import ConfigError
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model import norm_kernels
 from megatron_sp.model.attention import block_kernels, cores, flash
 from megatron_sp.model.attention.block_kernels import (
@@ -289,7 +290,7 @@ def test_a_compiled_layer_computes_the_same() -> None:
 
 
 COMPILED = ["", "--bf16", "--qk-layernorm", "--mlp-tile-size 8", "--recompute-granularity full",
-            "--attention-head-groups 2"]
+            "--attention-head-groups 2", "--reset-attention-mask"]
 
 
 def graphs_by_depth(layouts: list[str]) -> dict[str, list[int]]:
@@ -312,8 +313,9 @@ def graphs_by_depth(layouts: list[str]) -> dict[str, list[int]]:
             with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
                 model = build_model(run, mesh)
             positions = torch.arange(32 // mesh.size("sp")).unsqueeze(0)
-            for _ in range(2):
-                model(positions, positions, torch.tensor([0]), labels=positions).sum().backward()
+            for step in range(2):
+                mask = AttentionMask(((0, 5 + step),)) if run.data.reset_attention_mask else CAUSAL
+                model(positions, positions, torch.tensor([0]), labels=positions, mask=mask).sum().backward()
                 model.zero_grad()
             found[layout].append(counters["stats"]["unique_graphs"])
             mesh.destroy()

@@ -1,0 +1,63 @@
+"""Attention inside documents, with memory and work that grow with the documents and not with the whole sequence.
+
+Several documents lie in one sequence one after another, and tokens attend only to their own. The sequences of a
+microbatch are laid end to end too, so that there is one row of documents::
+
+    sequence 0      sequence 1          one kernel for all, with cumulative lengths 0 3 7 12 16,
+    [0 1 2|3 4 5 6] [7 8 9 10 11|12 ..  or one call of a causal kernel for each document
+
+Letters: b batch, s tokens, n query heads, g key/value heads, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_sp.layout.attention_mask import AttentionMask
+
+#: Causal attention of whole sequences: (q [b, s, n, d], k, v [b, s, g, d]) -> o [b, s, n, d].
+Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: Causal attention of each document of a row: (q [b*s, n, d], k, v [b*s, g, d], cumulative lengths int32
+#: [documents + 1], longest document) -> o [b*s, n, d].
+Varlen = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+class DocumentAttention:
+    """Attends inside documents, with one call of a kernel for all of them or one call for each.
+
+    Args:
+        causal: attends to whole sequences.
+        varlen: attends to all documents of a row at once; None: ``causal`` is called for each document.
+    """
+
+    def __init__(self, causal: Causal, varlen: Varlen | None = None):
+        self.causal, self.varlen = causal, varlen
+        # All layers attend with the same mask in turn, so its lengths are copied to the device once for all of them.
+        self._last: tuple[AttentionMask, torch.Tensor, int] | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+        """q [b, s, n, d], k, v [b, s, g, d] -> o [b, s, n, d]"""
+        row_q, row_k, row_v = (x.flatten(0, 1) for x in (q, k, v))  # [b, s, n, d] -> [b*s, n, d]
+        if self.varlen is not None:
+            return self.varlen(row_q, row_k, row_v, *self._cumulative(mask, q)).unflatten(0, q.shape[:2])
+        lengths = mask.lengths(*q.shape[:2])
+        # One split and one concatenation, whose backward touches each token once. A slice for each document would
+        # give a gradient of the size of the whole sequence for each document.
+        parts = zip(*(x.unsqueeze(0).split(lengths, dim=1) for x in (row_q, row_k, row_v)))
+        return torch.cat([self.causal(*part) for part in parts], dim=1).reshape(q.shape)
+
+    def _cumulative(self, mask: AttentionMask, q: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the cumulative lengths of the documents, int32 on the device of q, and the longest length."""
+        if self._last is None or self._last[0] is not mask or self._last[1].device != q.device:
+            lengths = torch.tensor([0, *mask.lengths(*q.shape[:2])])
+            self._last = mask, lengths.cumsum(0, dtype=torch.int32).to(q.device), int(lengths.max())
+        return self._last[1:]
+
+
+def first_keys(mask: AttentionMask, batch: int, tokens: int) -> torch.Tensor:
+    """Return for each position the first one that its query sees, int64 [b, s] on the CPU."""
+    lengths = torch.tensor(mask.lengths(batch, tokens))
+    starts = lengths.cumsum(0) - lengths  # in the row of all sequences
+    return starts.repeat_interleave(lengths).view(batch, tokens) % tokens
