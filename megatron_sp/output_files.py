@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -12,6 +13,8 @@ from megatron_sp.errors import DataError
 
 def reason_of(error: OSError) -> str:
     """Return the operating system's words for an error; numpy raises OSError without an error number."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{error.strerror} (ulimit -n shows and sets how many a process may open)"
     return error.strerror or f"{error}; the disk may be full"
 
 

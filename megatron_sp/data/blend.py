@@ -15,6 +15,8 @@ from megatron_sp.errors import DataError
 from megatron_sp.progress import progress_bar
 
 SURPLUS = 0.005  # Megatron builds this share more samples of each member than its weight asks for
+MOST = 2**15 - 1  # members of a blend; their numbers are stored as int16
+SHOWN = 40  # members of a blend that its description lists; of more, those with the largest shares
 FEW = 8  # a Python loop over up to this many members is faster than numpy
 CHUNK = 1 << 18  # samples to draw between two updates of the progress bar
 
@@ -49,6 +51,14 @@ def parse_data_path(arguments: Sequence[str], flag: str = "--data-path") -> Blen
     words = list(parse_words(arguments))
     if not words:
         raise DataError(f"{flag} is empty; give dataset prefixes, or weights and prefixes in turn.")
+    blend = _blend_of(words, flag)
+    if len(blend.prefixes) > MOST:
+        raise DataError(f"{flag} names {len(blend.prefixes)} token sets; a blend holds at most {MOST}. Merge some of "
+                        "them.")
+    return blend
+
+
+def _blend_of(words: list[str], flag: str) -> Blend:
     numbers = [_number(word) for word in words[::2]]
     if len(words) % 2 or all(number is None for number in numbers):
         loose = [word for word in words if _number(word) is not None]
@@ -180,10 +190,11 @@ def _draw_many(weights: list[float], drawn: list[int], limits: list[int], member
 
 
 def _numbers_within(members: np.ndarray, count: int) -> np.ndarray:
+    """Return for each sample how many samples of the same member come before it, int64."""
+    by_member = np.argsort(members, kind="stable")  # the places of member 0 in order, then those of member 1 ...
+    drawn = np.bincount(members, minlength=count)
     numbers = np.empty(len(members), dtype=np.int64)
-    for member in range(count):
-        places = np.flatnonzero(members == member)
-        numbers[places] = np.arange(len(places))
+    numbers[by_member] = np.arange(len(members)) - np.repeat(np.cumsum(drawn) - drawn, drawn)
     return numbers
 
 
@@ -231,11 +242,17 @@ class BlendedDataset:
 
     def describe(self) -> str:
         lines = [f"{self.name}: blend of {len(self.datasets)} datasets, {len(self):,} samples"]
-        for dataset, drawn in zip(self.datasets, self.drawn.tolist(), strict=True):
-            share = drawn / max(1, len(self))
-            lines.append(f"  {share:7.2%} = {drawn:,} samples ({drawn * self.seq_length:,} tokens) drawn from "
-                         f"{dataset.describe()}")
+        largest = np.argsort(-self.drawn, kind="stable")[:SHOWN].tolist()
+        for place in range(len(self.datasets)) if len(self.datasets) <= SHOWN else sorted(largest):
+            drawn, dataset = int(self.drawn[place]), self.datasets[place]
+            lines.append(f"  {self._share(drawn)} drawn from {dataset.describe()}")
+        if len(self.datasets) > SHOWN:
+            rest = int(self.drawn.sum() - self.drawn[largest].sum())
+            lines.append(f"  {self._share(rest)} drawn from the {len(self.datasets) - SHOWN} other datasets")
         return "\n".join(lines)
+
+    def _share(self, drawn: int) -> str:
+        return f"{drawn / max(1, len(self)):7.2%} = {drawn:,} samples ({drawn * self.seq_length:,} tokens)"
 
 
 def cached_order(cache: IndexCache, weights: Sequence[float], size: int | None) -> tuple[np.ndarray, np.ndarray]:

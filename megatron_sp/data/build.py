@@ -18,7 +18,15 @@ from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.mock import MockDataset
 from megatron_sp.errors import DataError
 from megatron_sp.layout.document_split import SPLITS, empty_split_problem, parse_split, split_bounds
+from megatron_sp.progress import progress_bar
 
+try:
+    import resource
+except ImportError:  # not on every platform
+    resource = None  # type: ignore[assignment]
+
+FILES_PER_SET = 5  # open files of one token set: .bin, .idx and three arrays of its order
+OTHER_FILES = 1024  # open files of the rest of a run: sockets, shared memory, libraries
 
 @dataclass(frozen=True)
 class Splits:
@@ -91,6 +99,17 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
     return Splits(**datasets, named_valid=named_valid)
 
 
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, as far as the system allows, so that ``count`` more can be opened."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
 class _Builder:
     """Build datasets from token files, and open each pair of files only once."""
 
@@ -113,7 +132,7 @@ class _Builder:
             return self._member(blend.prefixes[0], name, count, split)
         cache = self._cache(blend.prefixes[0])
         if blend.weights is None or count is None:
-            members = [self._member(prefix, name, None, split) for prefix in blend.prefixes]
+            members = self._members(blend.prefixes, name, [None] * len(blend.prefixes), split)
             sizes = [len(member) for member in members]
             if count is None or count <= sum(sizes):
                 return self._by_size(members, sizes, name, count, cache)
@@ -124,9 +143,7 @@ class _Builder:
         drawn = np.bincount(members_index, minlength=len(blend.prefixes)).tolist()
         # With extreme weights the blend draws more of a member than Megatron's formula builds.
         needed = [max(pair) for pair in zip(member_sizes(blend.weights, count, blends.SURPLUS), drawn, strict=True)]
-        members = [self._member(prefix, name, number, split)
-                   for prefix, number in zip(blend.prefixes, needed, strict=True)]
-        return BlendedDataset(members, members_index, numbers, name)
+        return BlendedDataset(self._members(blend.prefixes, name, needed, split), members_index, numbers, name)
 
     def _cyclic(self, blend: Blend, name: str, count: int | None, split: str) -> Dataset:
         """Build a training set that repeats no sample of a member before all samples of that member have been read.
@@ -137,7 +154,7 @@ class _Builder:
         """
         if len(blend.prefixes) == 1:
             return CyclicDataset(self._member(blend.prefixes[0], name, None, split), self.seed)
-        members = [self._member(prefix, name, None, split) for prefix in blend.prefixes]
+        members = self._members(blend.prefixes, name, [None] * len(blend.prefixes), split)
         cache = self._cache(blend.prefixes[0])
         if blend.weights is None or count is None:
             return CyclicDataset(self._by_size(members, [len(member) for member in members], name, None, cache),
@@ -158,6 +175,13 @@ class _Builder:
         if count is None:
             return BlendedDataset(members, *cached_order(cache, sizes, None), name)
         return BlendedDataset(members, *cached_order(cache, blends.normalised(sizes), count), name)
+
+    def _members(self, prefixes: Sequence[str], name: str, counts: Sequence[int | None], split: str) -> list[Dataset]:
+        """Build the members of a blend, with the number of samples that each one needs."""
+        allow_open_files(FILES_PER_SET * len(prefixes))
+        return [self._member(prefix, name, count, split) for prefix, count in progress_bar(
+            list(zip(prefixes, counts, strict=True)), desc=f"opening the sets of {name}", unit=" sets", delay=2,
+            leave=False, disable=None)]
 
     def _member(self, prefix: str, name: str, count: int | None, split: str) -> Dataset:
         if prefix not in self.opened:

@@ -2,14 +2,16 @@
 
 An entry is a directory whose name is the hash of everything that its arrays depend on. A process builds the entry under
 another name and renames it when it is complete, so no reader sees an unfinished entry. Entries are never rewritten. The
-first process takes a lock and builds the entry; the others wait for the lock and then find it. Where the file system
-has no locks, two processes may build the same entry, and the result of the second is deleted. A node with a disk of its
-own builds its own entries.
+first process takes a lock and builds the entry; the others wait for the lock and then find it. The system releases the
+lock of a killed process, and the next one removes what the killed one had written and builds the entry. Where the file
+system has no locks, two processes may build the same entry, and the result of the second is deleted. A node with a disk
+of its own builds its own entries.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -27,7 +29,10 @@ try:
 except ImportError:  # not on every platform
     fcntl = None  # type: ignore[assignment]
 
-FORMAT = 1  # part of every key: raise it when the meaning of a stored array changes
+FORMAT = 2  # part of every key: raise it when the meaning of a stored array changes
+DESCRIPTION = "description.json"  # what the arrays depend on, and their names
+BUILDING = ".building-"  # in the name of an entry that is not complete yet
+SMALL = 1 << 16  # bytes; a smaller array is read whole, since each mapped file keeps a file descriptor open
 Arrays = dict[str, np.ndarray]
 
 
@@ -54,7 +59,7 @@ class IndexCache:
             build: computes the arrays.
 
         Raises:
-            DataError: an entry is damaged, or a directory that the user asked for cannot be written.
+            DataError: an entry is damaged or cannot be read, or a directory that the user asked for cannot be written.
         """
         if not self.directory:
             return build()
@@ -64,8 +69,10 @@ class IndexCache:
             return arrays
         try:
             os.makedirs(self.directory, exist_ok=True)
-            with _locked(entry + ".lock"):
+            with _locked(entry + ".lock") as is_locked:
                 if (arrays := _load(entry)) is None:
+                    if is_locked:
+                        _remove_unfinished(entry)
                     _store(entry, text, build())
                     arrays = _load(entry)
         except OSError as error:
@@ -81,32 +88,46 @@ class IndexCache:
 
 def _load(entry: str) -> Arrays | None:
     try:
-        names = [name for name in sorted(os.listdir(entry)) if name.endswith(".npy")]
-        return {name[:-4]: _map(os.path.join(entry, name)) for name in names} or None
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:  # numpy raises this for a damaged file
-        raise DataError(f"The index cache {entry} is damaged ({error}); remove this directory, it is built "
-                        "again.") from None
+        with open(os.path.join(entry, DESCRIPTION)) as file:
+            names = json.load(file)["arrays"]
+        return {name: _read(os.path.join(entry, name + ".npy")) for name in names}
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not os.path.isdir(entry):
+            return None
+        raise _damaged(entry, f"{os.path.basename(error.filename)} is missing") from None
+    except (ValueError, TypeError, KeyError) as error:  # json and numpy raise these for a damaged file
+        raise _damaged(entry, str(error)) from None
+    except OSError as error:
+        raise DataError(f"The index cache {entry} cannot be read: {reason_of(error)}.") from None
 
 
-def _map(path: str) -> np.ndarray:
+def _damaged(entry: str, why: str) -> DataError:
+    return DataError(f"The index cache {entry} is damaged ({why}); remove this directory, it is built again.")
+
+
+def _read(path: str) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        return np.load(path, mmap_mode=None if os.path.getsize(path) < SMALL else "r", allow_pickle=False)
     except EOFError:
         raise ValueError("empty file") from None
 
 
+def _remove_unfinished(entry: str) -> None:
+    """Remove what killed builds of this entry have left. Only for a process that holds the entry's lock."""
+    for path in glob.glob(glob.escape(entry + BUILDING) + "*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _store(entry: str, text: str, arrays: Arrays) -> None:
-    aside = tempfile.mkdtemp(prefix=".building-", dir=os.path.dirname(entry))
+    aside = tempfile.mkdtemp(prefix=os.path.basename(entry) + BUILDING, dir=os.path.dirname(entry))
     try:
         for name, array in arrays.items():
             with open(os.path.join(aside, name + ".npy"), "wb") as file:
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
-        with open(os.path.join(aside, "description.json"), "w") as file:
-            file.write(text + "\n")
+        with open(os.path.join(aside, DESCRIPTION), "w") as file:
+            file.write(json.dumps({**json.loads(text), "arrays": list(arrays)}, sort_keys=True) + "\n")
         os.chmod(aside, 0o755)  # mkdtemp lets only this user read the directory; other users may train on the same data
         with contextlib.suppress(FileExistsError, NotADirectoryError):
             os.rename(aside, entry)
@@ -118,12 +139,19 @@ def _store(entry: str, text: str, arrays: Arrays) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Hold an exclusive lock during the ``with`` statement; the system releases it when the process is killed."""
+def _locked(path: str) -> Iterator[bool]:
+    """Hold an exclusive lock during the ``with`` statement; the system releases it when the process is killed.
+
+    Yields:
+        Whether the lock is held: False where the file system has no locks.
+    """
     if fcntl is None:
-        yield
+        yield False
         return
     with open(path, "a") as file:
-        with contextlib.suppress(OSError):  # no locks on this file system: two processes may then build the entry
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            is_locked = True
+        except OSError:
+            is_locked = False
+        yield is_locked

@@ -28,7 +28,7 @@ import numpy as np
 
 from megatron_sp.config.rules.files import token_file_problem
 from megatron_sp.errors import DataError
-from megatron_sp.output_files import cannot_write
+from megatron_sp.output_files import cannot_write, reason_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -80,12 +80,12 @@ class IndexedDataset:
         self.prefix = os.fspath(prefix)
         if problem := token_file_problem(self.prefix):
             raise DataError(problem)
-        self._read_index()
-        self._check_index()
         try:
+            self._read_index()
+            self._check_index()
             self._file = os.open(bin_path(prefix), os.O_RDONLY)
         except OSError as error:
-            raise DataError(f"{bin_path(prefix)} cannot be read: {error.strerror}.") from None
+            raise DataError(f"{error.filename or idx_path(prefix)} cannot be read: {reason_of(error)}.") from None
         weakref.finalize(self, os.close, self._file)
 
     def _read_index(self) -> None:

@@ -1,5 +1,8 @@
 """The order of samples equals Megatron-core's, index for index."""
 
+import hashlib
+import os
+import resource
 from unittest import mock
 
 import numpy as np
@@ -289,6 +292,60 @@ def test_weights_are_normalised_twice_as_megatron_does(tmp_path):
         path += [str(weight), str(tmp_path / f"set{place}")]
     train = build_without_cache(Data(seq_length=16, data_path=tuple(path), split="100"), (400, 0, 0)).train
     assert isinstance(train, BlendedDataset) and train.dataset_index.tolist() == expected
+
+
+@pytest.mark.parametrize("raw, count, megatrons", [
+    ((0.001, 1), 5001, "21060ac316624cdd"),
+    ((0.3, 5, 10.5, 2, 10.5, 5, 10.5, 5, 0.3, 2, 10.5, 2), 1007, "f2c8f7685195940e"),
+])
+def test_ties_fall_as_in_megatron(raw, count, megatrons):
+    """The digests are of megatron-core 0.16.1's blended builder for the same weights and number of samples.
+
+    Its helper has no fused multiply-add on x86-64, and Python computes with the same float64 operations.
+    """
+    once = blends.normalised(raw)
+    size = sum(blends.member_sizes(once, count))
+    members, numbers = blend_order(blends.normalised(once), size)
+    assert hashlib.sha256(members.tobytes() + numbers.tobytes()).hexdigest()[:16] == megatrons
+    assert blend_order(once, size)[0].tolist() != members.tolist()  # else the second division would not matter here
+
+
+def test_a_blend_has_at_most_as_many_members_as_its_index_can_number():
+    words = [word for place in range(2**15) for word in ("1", f"set{place}")]
+    assert len(parse_data_path(words[2:]).prefixes) == 2**15 - 1
+    with pytest.raises(DataError, match="names 32768 token sets; a blend holds at most 32767"):
+        parse_data_path(words)
+
+
+def test_a_blend_of_very_many_sets_lists_the_largest(tmp_path):
+    path: list[str] = []
+    for place in range(50):
+        write(tmp_path / f"set{place}", [[place] * 40] * 3)
+        path += [str(100 if place == 49 else 1), str(tmp_path / f"set{place}")]
+    train = build_without_cache(Data(seq_length=16, data_path=tuple(path), split="100"), (300, 0, 0)).train
+    assert isinstance(train, BlendedDataset)
+    lines = train.describe().splitlines()
+    assert len(lines) == 1 + 40 + 1 and "set49:" in lines[-2] and "the 10 other datasets" in lines[-1]
+
+
+def test_more_sets_than_files_may_be_open(tmp_path):
+    """The limit of open files is raised as far as the system allows; beyond that the message names it."""
+    path: list[str] = []
+    for place in range(60):
+        write(tmp_path / f"set{place}", [[place] * 40] * 3)
+        path += ["1", str(tmp_path / f"set{place}")]
+    data = Data(seq_length=16, data_path=tuple(path), split="100")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = len(os.listdir("/dev/fd")) + 40
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, before[1]))
+        assert len(build_without_cache(data, (300, 0, 0)).describe().splitlines()) == 42
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, before[1]))
+        with mock.patch("megatron_sp.data.build.allow_open_files", lambda count: None), \
+                pytest.raises(DataError, match=r"set\d+\.(idx|bin) cannot be read: Too many open files \(ulimit -n"):
+            build_without_cache(data, (300, 0, 0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("few", [0, 8])
