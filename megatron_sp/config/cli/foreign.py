@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_sp.config.cli.claims import Claims
+from megatron_sp.config.cli.data_lists import translate_data_lists
 from megatron_sp.config.cli.deepspeed import translate_deepspeed
 from megatron_sp.config.cli.dialect import GELU, translate_dialect
 from megatron_sp.config.cli.options import schema_options
@@ -99,6 +100,11 @@ OTHERS: dict[str, Foreign] = {
     "--ds-sequence-parallel-fpdt-chunk-size": Foreign(1, "Tokens of a chunk under --ds-sequence-parallel-fpdt; "
                                                          "default: 65536."),
     "--ds-sequence-parallel-fpdt-offloading": Foreign(0, "--offload-key-values, under --ds-sequence-parallel-fpdt."),
+    "--data-args-path": Foreign(1, "File that lists the words of --data-path, on any number of lines."),
+    "--per-split-data-args-path": Foreign(1, "JSON file with the words of --train-data-path, --valid-data-path and "
+                                             "--test-data-path: {\"train\": [...], \"valid\": [...], \"test\": [...]}."),
+    "--multiple-validation-sets": Foreign(0, "Evaluate each prefix of --valid-data-path as a set of its own, named "
+                                             "like its file."),
     "--profile-steps": Foreign(1, "START,END: the same as --profile-step-start and --profile-step-end."),
 }
 
@@ -120,7 +126,7 @@ def translate(claims: Claims) -> None:
         if flag in claims.given:
             claims.claim(key, value, flag)
     for step in (_activation, _positions, _query_groups, _context_parallel, _zero, _others, _experts,
-                 translate_deepspeed, _preset, translate_dialect):
+                 translate_deepspeed, _preset, translate_data_lists, translate_dialect):
         step(claims)
 
 

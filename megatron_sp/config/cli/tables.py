@@ -189,8 +189,8 @@ REFUSED: dict[str, Refusal] = {
 }
 
 _SPLIT_PATHS = "this form is not supported; use --train-data-path, --valid-data-path and --test-data-path"
-_LIST_FILE = ("reading the list of data from a file is not available yet; give its weights and prefixes with "
-              "--data-path W1 P1 W2 P2")
+_LIST_FILE = ("the form of this file is not known here, and reading it is not available yet; list weights and prefixes "
+              "(W1 P1 W2 P2) in a file for --data-args-path")
 _OWN_INDEX = "the order of the samples is computed, not read from a file; leave it out"
 
 #: Flags about data, tokenizers, checkpoints and evaluation that a run refuses. A plan accepts them: it depends on none.
@@ -201,7 +201,7 @@ RUN_ONLY: dict[str, Refusal] = {
               _SPLIT_PATHS),
     **_refuse("train-data valid-data", "*", "its meaning is not known here; use --train-data-path and "
                                             "--valid-data-path"),
-    **_refuse("data-args-path per-split-data-args-path data-file-list", 1, _LIST_FILE),
+    **_refuse("data-file-list", 1, _LIST_FILE),
     **_refuse("skip-train-iteration-range", "*", "skipping ranges of the data is not available yet; leave it out"),
     **_refuse("train-data-exact-num-epochs", 1, "the data is repeated as often as the run needs; set --train-samples"),
     **_refuse("train-idx-path train-desc-path train-doc-idx-path train-sample-idx-path train-shuffle-idx-path", 1,

@@ -51,6 +51,15 @@ def parse_float(text: str) -> float:
     return number
 
 
+def is_number(text: str) -> bool:
+    """Return whether a word is a number, as the weight of a data set is."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _fold(text: str) -> str:
     return text.lower().replace("_", "-")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_sp.config.cli.named_sets import named_sets
+from megatron_sp.config.cli.values import is_number
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import DataError
 from megatron_sp.layout.document_split import parse_split
@@ -51,17 +52,17 @@ def _split(split: str) -> list[str]:
 def data_path_problems(flag: str, paths: tuple[str, ...]) -> list[str]:
     """Return what is wrong with a data path: it must be prefixes alone, or weights and prefixes in turn."""
     if len(paths) < 2:
-        return [f"{flag} {paths[0]} is a number; a prefix is missing after it."] if paths and _is_number(
+        return [f"{flag} {paths[0]} is a number; a prefix is missing after it."] if paths and is_number(
             paths[0]) else []
     weights = paths[0::2]
-    numbers = [word for word in weights if _is_number(word)]
+    numbers = [word for word in weights if is_number(word)]
     if not numbers:
         return []
     if len(paths) % 2:
         return [f"{flag} has {len(paths)} words, of which some are weights; a weight and a prefix must take turns "
                 f"(W1 P1 W2 P2 ...), or give prefixes alone."]
     if len(numbers) < len(weights):
-        odd = next(word for word in weights if not _is_number(word))
+        odd = next(word for word in weights if not is_number(word))
         return [f"{flag}: {odd!r} stands where a weight must stand; give weights to all prefixes or to none."]
     values = [float(word) for word in weights]
     bad = [word for word, value in zip(weights, values, strict=True) if value < 0 or not math.isfinite(value)]
@@ -74,17 +75,9 @@ def data_path_problems(flag: str, paths: tuple[str, ...]) -> list[str]:
 
 def prefixes_of(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the token sets that a valid data path reads: those whose weight, if they have one, is above 0."""
-    if len(words) > 1 and all(map(_is_number, words[0::2])):
+    if len(words) > 1 and all(map(is_number, words[0::2])):
         return tuple(prefix for weight, prefix in zip(words[0::2], words[1::2], strict=True) if float(weight) > 0)
     return words
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def check_tokenizer(run: Run) -> list[str]:
