@@ -16,6 +16,8 @@ PROGRAMS = {
     "preprocess_data": "turn text into token files",
     "train_tokenizer": "train a SentencePiece tokenizer",
     "data_statistics": "count documents and tokens of token files",
+    "inspect_dataset": "show, check and compare token files and samples",
+    "build_index": "build the index cache of a run beforehand",
     "evaluate": "perplexity of a checkpoint",
     "generate_text": "sample text from a checkpoint",
     "verify_layout": "prove on CPU that a layout trains as one process does",

@@ -32,29 +32,12 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
-from megatron_sp.config.load import load_run, smallest_world  # noqa: E402
-from megatron_sp.config.schema import Run  # noqa: E402
-from megatron_sp.errors import ConfigError  # noqa: E402
+from megatron_sp.config.load import load_run_of_world  # noqa: E402
 from megatron_sp.proof.shrink import shrink  # noqa: E402
 from megatron_sp.runtime import announced_world_size, run_program, use_only_cpu  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron_sp.proof.verify import Verdict
-
-WORLD_SIZE = "--world-size"
-
-
-def read(argv: list[str]) -> tuple[Run, list[str]]:
-    """Return the resolved run that a command line describes, and the notes on its flags."""
-    argv, given = [part for word in argv
-                   for part in (word.split("=", 1) if word.startswith(f"{WORLD_SIZE}=") else [word])], "0"
-    if WORLD_SIZE in argv:
-        index = argv.index(WORLD_SIZE)
-        given = argv[index + 1] if index + 1 < len(argv) else ""
-        del argv[index:index + 2]
-        if not given.isdigit() or int(given) < 1:
-            raise ConfigError(f"{WORLD_SIZE} {given}: give the number of processes of the real run, at least 1")
-    return load_run(argv, int(given) or announced_world_size() or smallest_world(argv), files=False)
 
 
 def print_table(verdict: Verdict) -> None:
@@ -88,7 +71,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2     # no flags, perhaps an empty variable in a script: nothing was proven
     started = time.monotonic()
     use_only_cpu()
-    run, notes = read(argv)
+    run, notes = load_run_of_world(argv, announced_world_size(), files=False)
     small = shrink(run)
     parallel = small.run.parallel
     degrees = {"tensor": parallel.tp, "pipeline": parallel.pp, "Ulysses": parallel.ulysses, "ring": parallel.ring,

@@ -14,6 +14,9 @@ from megatron_sp.config.schema import Run
 from megatron_sp.config.vocabulary import with_usual_vocabulary
 from megatron_sp.errors import ConfigError
 
+#: A flag of tools that look at a run of many processes.
+WORLD_SIZE = "--world-size"
+
 
 def load_run(argv: Sequence[str], world_size: int, files: bool = True, devices_per_node: int = 0,
              plan: bool = False) -> tuple[Run, list[str]]:
@@ -45,6 +48,28 @@ def load_run(argv: Sequence[str], world_size: int, files: bool = True, devices_p
         raise ConfigError(list(dict.fromkeys(problems)), parsed.notes)
     notes = parsed.notes + [_in_users_words(note, parsed) for note in advice(run)]
     return with_usual_vocabulary(run, parsed.tokenizer, notes) if plan else (run, notes)
+
+
+def load_run_of_world(argv: Sequence[str], announced: int, files: bool = True) -> tuple[Run, list[str]]:
+    """Load the run that a tool, which is one process itself, is asked about: with ``--world-size N`` among its flags.
+
+    Args:
+        argv: the flags of ``pretrain_gpt.py``, and ``--world-size N`` or not.
+        announced: number of processes where the flag is not given; 0: as many as one copy of the model needs.
+        files: see ``load_run``.
+
+    Raises:
+        ConfigError: as ``load_run``, or the number of processes is not a whole number of at least 1.
+    """
+    argv, given = [part for word in argv
+                   for part in (word.split("=", 1) if word.startswith(f"{WORLD_SIZE}=") else [word])], "0"
+    if WORLD_SIZE in argv:
+        index = argv.index(WORLD_SIZE)
+        given = argv[index + 1] if index + 1 < len(argv) else ""
+        del argv[index:index + 2]
+        if not given.isdigit() or int(given) < 1:
+            raise ConfigError(f"{WORLD_SIZE} {given}: give the number of processes of the real run, at least 1")
+    return load_run(argv, int(given) or announced or smallest_world(argv), files)
 
 
 def smallest_world(argv: Sequence[str]) -> int:

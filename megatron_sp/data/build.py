@@ -45,7 +45,7 @@ class Splits:
 
 
 def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[int | None], seed: int, *,
-                   vocab_size: int = 0) -> Splits:
+                   vocab_size: int = 0, must_store: bool = False) -> Splits:
     """Build the datasets that the data flags describe.
 
     A dataset is None where ``num_samples`` is 0, where ``--split`` gives it the share 0, or where the other datasets
@@ -58,12 +58,13 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
         num_samples: how many samples training, validation and test need; None: one epoch.
         seed: seed of all shuffles.
         vocab_size: the random tokens of ``--mock-data`` are below it.
+        must_store: whether it is an error if the index cache cannot be written, also in its default directory.
 
     Raises:
-        DataError: a file is missing or damaged, or a split has no documents.
+        DataError: a file is missing or damaged, a split has no documents, or an index cannot be stored that must be.
     """
     del tokenizer_eod
-    builder = _Builder(data, seed)
+    builder = _Builder(data, seed, must_store)
     wanted = dict(zip(SPLITS, num_samples, strict=True))
     own_paths = dict(train=data.train_data_path, valid=data.valid_data_path, test=data.test_data_path)
     datasets: dict[str, Dataset | None]
@@ -113,8 +114,8 @@ def allow_open_files(count: int) -> None:
 class _Builder:
     """Build datasets from token files, and open each pair of files only once."""
 
-    def __init__(self, data: Data, seed: int):
-        self.data, self.seed = data, seed
+    def __init__(self, data: Data, seed: int, must_store: bool = False):
+        self.data, self.seed, self.must_store = data, seed, must_store
         self.opened: dict[str, IndexedDataset] = {}
 
     def build(self, blend: Blend, name: str, count: int | None, split: str = "") -> Dataset:
@@ -198,9 +199,9 @@ class _Builder:
                           self._cache(prefix))
 
     def _cache(self, prefix: str) -> IndexCache:
-        if self.data.data_cache_path:
-            return IndexCache(self.data.data_cache_path, required=True)
-        return IndexCache(os.path.join(os.path.dirname(os.path.abspath(prefix)), "cache", "megatron_sp"))
+        beside = os.path.join(os.path.dirname(os.path.abspath(prefix)), "cache", "megatron_sp")
+        path = self.data.data_cache_path
+        return IndexCache(path or beside, required=bool(path) or self.must_store)
 
 
 class CyclicDataset:

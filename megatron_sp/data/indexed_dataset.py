@@ -160,9 +160,14 @@ class IndexedDataset:
         length = total - offset if length is None else length
         if not 0 <= offset <= offset + length <= total:
             raise IndexError(f"tokens [{offset}, {offset + length}) of a sequence of {total} tokens")
-        return self._read(int(self.pointers[i]) // self.dtype.itemsize + offset, length)
+        return self.read(int(self.pointers[i]) // self.dtype.itemsize + offset, length)
 
-    def _read(self, start: int, count: int) -> np.ndarray:
+    def document_lengths(self) -> np.ndarray:
+        """Return the tokens of each document, int64 ``[num_documents]``."""
+        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        return np.diff(ends[self.document_indices])
+
+    def read(self, start: int, count: int) -> np.ndarray:
         """Read ``count`` tokens from token ``start`` of the .bin file.
 
         The file is not mapped into memory: if a mapped file is cut short or its disk has an error, reading it ends the
@@ -269,7 +274,7 @@ class IndexedDatasetBuilder:
                             f"{self.dtype} tokens ({self.prefix}).")
         step = 1 << 24
         for start in range(0, other.num_tokens, step):
-            self._write(other._read(start, min(step, other.num_tokens - start)))
+            self._write(other.read(start, min(step, other.num_tokens - start)))
         self._append(other.lengths.astype(np.int64), np.diff(other.document_indices))
 
     def _convert(self, tokens: np.ndarray | list[int]) -> np.ndarray:

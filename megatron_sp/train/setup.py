@@ -167,11 +167,9 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
     from megatron_sp.layout.tokens import SequenceLayout
     from megatron_sp.train.trainer import Readers
 
-    train = run.train
-    for_evaluation = train.eval_iters * BatchSize.of(run).last
-    counts = (samples_to_train(run, state), for_evaluation, for_evaluation)
     with recorder.timers("datasets", occasional=True):
-        splits = build_datasets(run.data, tokenizer.eod, counts, train.seed, vocab_size=run.model.vocab_size)
+        splits = build_datasets(run.data, tokenizer.eod, sample_counts(run, state), run.train.seed,
+                                vocab_size=run.model.vocab_size)
     recorder.say(f"data:\n{splits.describe()}")
     layout, documents = SequenceLayout.of(run), Documents.of(run.data, tokenizer.eod)
 
@@ -184,6 +182,12 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
     named = {name: made for name, dataset in splits.named_valid.items() if (made := reader(dataset, False))}
     return Readers(reader(splits.train, run.data.num_workers > 0), reader(splits.valid, False),
                    reader(splits.test, False), named)
+
+
+def sample_counts(run: Run, state: TrainState) -> tuple[int, int, int]:
+    """Return how many samples the training, validation and test sets need."""
+    for_evaluation = run.train.eval_iters * BatchSize.of(run).last
+    return samples_to_train(run, state), for_evaluation, for_evaluation
 
 
 def samples_to_train(run: Run, state: TrainState) -> int:

@@ -34,7 +34,8 @@ def _list(claims: Claims) -> None:
     if words:
         claims.claim("data.data_path", words, LIST)
     else:
-        claims.problems.append(f"{LIST} {_path(LIST, claims)} is empty; list prefixes, or weights and prefixes in turn.")
+        claims.problems.append(f"{LIST} {_path(LIST, claims)} is empty; list prefixes, or weights and prefixes in "
+                               "turn.")
 
 
 def _per_split(claims: Claims) -> None:

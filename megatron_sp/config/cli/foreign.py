@@ -102,7 +102,7 @@ OTHERS: dict[str, Foreign] = {
     "--ds-sequence-parallel-fpdt-offloading": Foreign(0, "--offload-key-values, under --ds-sequence-parallel-fpdt."),
     "--data-args-path": Foreign(1, "File that lists the words of --data-path, on any number of lines."),
     "--per-split-data-args-path": Foreign(1, "JSON file with the words of --train-data-path, --valid-data-path and "
-                                             "--test-data-path: {\"train\": [...], \"valid\": [...], \"test\": [...]}."),
+                                             '--test-data-path: {"train": [...], "valid": [...], "test": [...]}.'),
     "--multiple-validation-sets": Foreign(0, "Evaluate each prefix of --valid-data-path as a set of its own, named "
                                              "like its file."),
     "--profile-steps": Foreign(1, "START,END: the same as --profile-step-start and --profile-step-end."),
