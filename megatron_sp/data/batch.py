@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_sp.data.documents import IGNORE_DOCUMENTS, Documents
+from megatron_sp.data.documents import IGNORE_DOCUMENTS, Documents, attention_work
 from megatron_sp.data.gpt_dataset import Dataset
 from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.errors import DataError
@@ -104,8 +104,12 @@ class BatchReader:
         if wanted > available:
             raise DataError(f"Samples up to {wanted} are needed, but the dataset was built for {available}; "
                             "its data is used up.")
-        ids = GlobalBatchSampler.microbatches(consumed_samples, global_batch_size, micro_batch_size,
-                                              self.dp_rank, self.dp_size)
+        where = micro_batch_size, self.dp_rank, self.dp_size
+        ids = GlobalBatchSampler.microbatches(consumed_samples, global_batch_size, *where)
+        if self.documents.balances_work and self.dp_size > 1:
+            work = [attention_work(self.dataset.document_starts(sample), self.dataset.seq_length)
+                    for sample in range(consumed_samples, consumed_samples + global_batch_size)]
+            ids = GlobalBatchSampler.balanced(consumed_samples, work, *where)
         return [self._microbatch(samples) for samples in ids]
 
     def _microbatch(self, samples: Sequence[int]) -> Microbatch:

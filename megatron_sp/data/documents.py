@@ -56,6 +56,14 @@ class Documents:
         """Return whether the boundaries inside samples change anything."""
         return self.reset_positions or self.reset_attention
 
+    @property
+    def balances_work(self) -> bool:
+        """Return whether samples are dealt out to ranks by the work of their attention.
+
+        It follows from the index. To find it from tokens, every rank would have to read the whole global batch.
+        """
+        return self.reset_attention and self.eod_token is None
+
     def starts(self, dataset: Dataset, sample: int) -> np.ndarray:
         """Return the positions ``[0, seq_length)`` of a sample at which documents start, int64, ascending from 0.
 

@@ -100,6 +100,15 @@ class AttentionMask:
         """
         return [stop - start for row in range(batch) for start, stop in self.ranges(row, (0, tokens))]
 
+    def attention_share(self, batch: int, tokens: int) -> float:
+        """Return the work of attention to all sequences, relative to sequences of one document each: 1.0 or less.
+
+        The work of a document is in proportion to the square of its length.
+        """
+        if not self.needs:
+            return 1.0
+        return sum(length * length for length in self.lengths(batch, tokens)) / (batch * tokens * tokens)
+
     def pieces(self, row: int, queries: Range, keys: Range) -> list[Piece]:
         """Return the pieces that make up the attention of some queries of a sequence to some of its keys.
 

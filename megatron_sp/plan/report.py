@@ -60,6 +60,8 @@ class Report:
                       "data_parallel": parallel.dp, "microbatches": _microbatches(run),
                       "tokens_per_rank": run.data.seq_length // parallel.sp},
             "iterations": iterations, "samples": samples, "tokens": samples * run.data.seq_length,
+            "attention_counted": "causal half" + (
+                ", as if each sequence were one document" if run.data.reset_attention_mask else ""),
             "flops_per_step": run.train.global_batch_size * flops.train(),
             "hardware_flops_per_step": run.train.global_batch_size * flops.train(repeats=repeats_of(run)),
             "communication": [{"axis": each.axis, "ranks": each.size, "bytes_per_step": round(each.sent),
@@ -206,7 +208,7 @@ def _batch_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _work_lines(facts: dict[str, Any]) -> list[str]:
-    lines = [f"work: {facts['flops_per_step'] / 1e15:.3g} PFLOP per step (causal half of attention), "
+    lines = [f"work: {facts['flops_per_step'] / 1e15:.3g} PFLOP per step (attention: {facts['attention_counted']}), "
              f"{facts['hardware_flops_per_step'] / 1e15:.3g} with recomputation"]
     for each in facts["communication"]:
         lines.append(f"communication over {each['axis']} ({each['ranks']} ranks): {_readable(each['bytes_per_step'])} "

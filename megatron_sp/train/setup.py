@@ -103,8 +103,9 @@ def advice(run: Run) -> list[str]:
     if not run.checkpoint.save:
         lines.append("no --save: neither metrics.jsonl nor config.json nor a checkpoint is written")
     if run.logging.log_throughput:
-        lines.append("throughput and MFU count matrix products, the causal half of attention and no recomputation; HFU "
-                     "counts recomputation, too")
+        inside = " inside documents" if run.data.reset_attention_mask else ""
+        lines.append(f"throughput and MFU count matrix products, the causal half of attention{inside} and no "
+                     "recomputation; HFU counts recomputation, too")
     return lines
 
 

@@ -38,6 +38,7 @@ class StepTotals(NamedTuple):
         num_zeros: zeros in the gradient; 0.0 unless ``TrainStep.counts_zeros``.
         params_norm: global norm of the weights; 0.0 unless ``TrainStep.measures_weights``.
         votes: sums over all ranks of the ``votes`` given to ``TrainStep.compute_gradients``.
+        attention_share: work of attention in the global batch, relative to sequences of one document each.
     """
 
     loss: float
@@ -47,6 +48,7 @@ class StepTotals(NamedTuple):
     num_zeros: float = 0.0
     params_norm: float = 0.0
     votes: tuple[float, ...] = ()
+    attention_share: float = 1.0
 
     @property
     def has_labels(self) -> bool:
@@ -135,9 +137,16 @@ class TrainStep:
             # token all losses are 0, and so are the gradients.
             loss = self.engine.forward_backward(microbatches, num_valid.clamp(min=1) / scale)
         with self.timers("optimizer"):
-            return self._reduce(loss, int(num_valid), scale, votes())
+            return self._reduce(loss, int(num_valid), scale, self._attention_share(microbatches), votes())
 
-    def _reduce(self, loss: torch.Tensor, num_valid: int, scale: float, votes: Sequence[float]) -> StepTotals:
+    def _attention_share(self, microbatches: Sequence[Microbatch]) -> float:
+        """Return the work of attention in this rank's sequences, relative to sequences of one document each."""
+        found = [batch.mask.attention_share(len(batch.tokens), batch.tokens.shape[1] * self.mesh.size("sp"))
+                 for batch in microbatches]
+        return sum(found) / len(found)
+
+    def _reduce(self, loss: torch.Tensor, num_valid: int, scale: float, attention_share: float,
+                votes: Sequence[float]) -> StepTotals:
         """Sum this step's numbers over all ranks in one reduction. Every decision is taken from its result."""
         require_all_gradients(self.model)
         zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -146,12 +155,14 @@ class TrainStep:
             squared_norm(self.model, self.mesh),
             num_zeros(self.model, self.mesh) if self.counts_zeros else zero,
             squared_norm(self.model, self.mesh, of_gradients=False) if self.measures_weights else zero,
+            zero + attention_share / self.mesh.size("world"),
             *(zero + vote for vote in votes)])
-        loss_sum, squared_gradients, zeros, squared_weights, *sums = self.mesh.sum_over(shares, "world").tolist()
+        loss_sum, squared_gradients, zeros, squared_weights, attention, *sums = self.mesh.sum_over(
+            shares, "world").tolist()
         return StepTotals(
             loss=loss_sum / scale if num_valid else math.nan, grad_norm=math.sqrt(squared_gradients) / scale,
             num_valid=num_valid, loss_scale=scale, num_zeros=zeros, params_norm=math.sqrt(squared_weights),
-            votes=tuple(sums))
+            votes=tuple(sums), attention_share=attention)
 
     def update(self, totals: StepTotals, scheduler_samples: float) -> float:
         """Update the weights with the gradients they hold, then clear the gradients.

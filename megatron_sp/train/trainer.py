@@ -180,7 +180,7 @@ class Trainer:
             lm_loss=totals.loss, grad_norm=totals.grad_norm, learning_rate=learning_rate,
             step_time=time.perf_counter() - start, num_valid=totals.num_valid, loss_scale=totals.loss_scale,
             skipped=not totals.is_finite and dynamic, nan=not totals.is_finite and not dynamic,
-            extra=self._extra(totals))
+            extra=self._extra(totals), attention_share=totals.attention_share)
 
     def _give_up(self, error: str) -> NoReturn:
         """End the run with an error on all ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,7 +123,12 @@ def torch_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tor
     """Return torch's causal attention inside the documents of a row, see ``documents.Varlen``."""
     from torch.nn.attention.varlen import varlen_attn
 
-    how: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    how: dict[str, Any] = {}
+    if (copies := q.shape[1] // k.shape[1]) > 1:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on
+            how["enable_gqa"] = True
+        else:
+            k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
     o = varlen_attn(q, k, v, lengths, lengths, longest, longest, window_size=(-1, 0), **how)
     assert isinstance(o, torch.Tensor)
     return o

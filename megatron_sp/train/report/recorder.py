@@ -9,6 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,7 @@ class Recorder:
         self.interval = Interval()
         self._last_step: StepReport | None = None
         self._failed_files: set[str] = set()
-        flops = sequence_flops(run.model, run.data.seq_length)
-        self.flops, self.hardware_flops = flops.train(), flops.train(repeats=repeats_of(run))
+        self.flops, self.repeats = sequence_flops(run.model, run.data.seq_length), repeats_of(run)
         self.peak = peak_tflops(run, device)
         self.metrics: MetricsFile | None = None
         self.tensorboard: TensorBoard | None = None
@@ -86,7 +86,7 @@ class Recorder:
         times = gather_times(self.timers.take(interval.steps)) if self.timers.level else {}
         if not self.is_writer:
             return
-        speed = self.speed(interval.samples, interval.seconds)
+        speed = self.speed(interval.samples, interval.seconds, interval.attention_share)
         self.say(log_line(step, interval, last_iteration,
                           speed=speed if self.run.logging.log_throughput else None).lstrip())
         means = {"mean_over_steps": interval.steps, "mean_lm_loss": interval.mean_loss,
@@ -147,7 +147,8 @@ class Recorder:
             "iteration": step.iteration, "consumed_samples": step.consumed_samples,
             "consumed_tokens": step.consumed_tokens, "lm_loss": step.lm_loss, "grad_norm": step.grad_norm,
             "learning_rate": step.learning_rate, "global_batch_size": step.global_batch_size,
-            "step_time_ms": 1000 * step.step_time, **self.speed(step.global_batch_size, step.step_time),
+            "step_time_ms": 1000 * step.step_time,
+            **self.speed(step.global_batch_size, step.step_time, step.attention_share),
             "loss_scale": step.loss_scale, "skipped": step.skipped, "nan": step.nan, "valid_tokens": step.num_valid,
             "peak_memory_bytes": peak, "first_sample": step.first_sample,
             "last_sample": step.first_sample + step.global_batch_size - 1, **step.extra}
@@ -169,7 +170,7 @@ class Recorder:
             points["world-size"] = self.run.parallel.world_size
         if flags.log_throughput:
             points |= {("throughput" if name == "tflops_per_device" else name.replace("_", "-")): value for name, value
-                       in self.speed(step.global_batch_size, step.step_time).items()}
+                       in self.speed(step.global_batch_size, step.step_time, step.attention_share).items()}
         if flags.log_timers_to_tensorboard:
             points |= _timer_points(parts | self.timers.latest_occasions())
         self._to_tensorboard(points, step.iteration, step.consumed_samples)
@@ -205,17 +206,22 @@ class Recorder:
             with self._surviving_errors(str(path)), path.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t{world} rank{'s' * (world > 1)}\t{text}\n")
 
-    def speed(self, samples: int, seconds: float) -> dict[str, float]:
+    def speed(self, samples: int, seconds: float, attention_share: float = 1.0) -> dict[str, float]:
         """Return tokens/s of the whole run, TFLOP/s of each device and, where the device's peak is known, MFU and HFU.
 
         ``tflops_per_device`` and ``mfu`` count forward and backward, the causal half of attention, and no
         recomputation. ``hfu`` counts recomputation, too.
+
+        Args:
+            attention_share: work of attention, relative to sequences of one document each.
         """
+        flops = replace(self.flops, attention=self.flops.attention * attention_share)
         per_device = samples / seconds / self.run.parallel.world_size / 1e12
         speed = {"tokens_per_s": samples * self.run.data.seq_length / seconds,
-                 "tflops_per_device": self.flops * per_device}
+                 "tflops_per_device": flops.train() * per_device}
         if self.peak:
-            speed |= {"mfu": self.flops * per_device / self.peak, "hfu": self.hardware_flops * per_device / self.peak}
+            speed |= {"mfu": flops.train() * per_device / self.peak,
+                      "hfu": flops.train(repeats=self.repeats) * per_device / self.peak}
         return speed
 
     def _peak_memory_when_wanted(self, step: StepReport, is_logged: bool) -> int:

@@ -24,6 +24,7 @@ class StepReport:
         skipped: no update, because fp16 overflowed.
         nan: no update, because loss or gradient norm is not finite.
         extra: further values by name (params_norm, num_zeros, optimizer/...).
+        attention_share: work of attention, relative to sequences of one document each.
     """
 
     iteration: int
@@ -40,6 +41,7 @@ class StepReport:
     skipped: bool = False
     nan: bool = False
     extra: dict[str, float] = field(default_factory=dict)
+    attention_share: float = 1.0
 
     @property
     def has_failed(self) -> bool:
@@ -60,6 +62,7 @@ class Interval:
         num_losses, loss: number and sum of the finite losses. A step skipped because fp16 gradients overflowed has a
             finite loss, which counts.
         unlabelled: steps whose batch had no valid label.
+        attention: sum over the samples of the work of attention, relative to sequences of one document each.
     """
 
     steps: int = 0
@@ -70,6 +73,7 @@ class Interval:
     skipped: int = 0
     nans: int = 0
     unlabelled: int = 0
+    attention: float = 0.0
 
     def add(self, step: StepReport) -> None:
         self.steps += 1
@@ -78,6 +82,7 @@ class Interval:
         self.skipped += step.skipped
         self.nans += step.nan
         self.unlabelled += step.lacks_labels
+        self.attention += step.attention_share * step.global_batch_size
         if math.isfinite(step.lm_loss):
             self.num_losses += 1
             self.loss += step.lm_loss
@@ -86,6 +91,11 @@ class Interval:
     def mean_loss(self) -> float:
         """Return the mean of the finite losses; NaN when there is none."""
         return self.loss / self.num_losses if self.num_losses else math.nan
+
+    @property
+    def attention_share(self) -> float:
+        """Return the mean over the samples of the work of attention."""
+        return self.attention / self.samples
 
     @property
     def mean_seconds(self) -> float:

@@ -17,6 +17,7 @@ from megatron_sp.data.documents import Documents, attention_work
 from megatron_sp.data.gpt_dataset import Dataset, GPTDataset
 from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.mock import MOST_DOCUMENTS, MockDataset
+from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.errors import DataError
 from megatron_sp.layout.attention_mask import CAUSAL
 from megatron_sp.layout.tokens import SequenceLayout
@@ -64,8 +65,8 @@ def write_set(tmp_path: Path, *texts: list[int]) -> IndexedDataset:
 
 
 def test_index_and_tokens_differ_where_documents_do_not_end_with_the_token(tmp_path: Path) -> None:
-    """Documents 1 2 3, 4 E 5, an empty one, 6 E: the index knows four, a scan for the token E = 9 sees others."""
-    dataset = GPTDataset(write_set(tmp_path, [1, 2, 3], [4, 9, 5], [], [6, 9]), np.arange(4), None, 7, 1)
+    """Documents 1 2 3, 4 E 5, an empty one, 6 E: the index knows three, a scan for the token E = 9 sees others."""
+    dataset = GPTDataset(write_set(tmp_path, [1, 2, 3], [4, 9, 5], [], [6, 9]), np.arange(3), None, 7, 1)
     order = [list(dataset.indexed.get(int(document))) for document in dataset.document_index]
     row = [token for document in order for token in document]
     by_index, place = {0}, 0
@@ -133,6 +134,31 @@ def test_flags_become_rules() -> None:
     assert Documents.of(by_eod, 7) == Documents(False, True, 7)
     with pytest.raises(DataError, match="--document-boundaries eod needs a tokenizer with"):
         Documents.of(by_eod, None)
+
+
+def test_samples_are_dealt_out_by_their_work() -> None:
+    """Each sample goes to one rank; ranks have nearly equal work in total and similar work in each microbatch."""
+    work = [100, 1, 1, 64, 50, 2, 4, 36, 90, 9, 16, 25]
+    parts = [GlobalBatchSampler.balanced(1000, work, 2, rank, 3) for rank in range(3)]
+    assert sorted(sample for part in parts for ids in part for sample in ids) == list(range(1000, 1012))
+    assert all(len(part) == 2 and all(len(ids) == 2 for ids in part) for part in parts)
+    totals = [sum(work[sample - 1000] for ids in part for sample in ids) for part in parts]
+    in_turn = [sum(work[sample] for ids in GlobalBatchSampler.microbatches(0, 12, 2, rank, 3) for sample in ids)
+               for rank in range(3)]
+    assert max(totals) < 1.06 * sum(work) / 3 < 1.2 * sum(work) / 3 < max(in_turn)
+    of_first = [sum(work[sample - 1000] for sample in part[0]) for part in parts]  # the second evens out the totals
+    assert sum(of_first) > 0.8 * sum(work) and max(of_first) < 1.1 * sum(of_first) / 3
+    assert GlobalBatchSampler.balanced(8, [5] * 12, 2, 1, 3) == GlobalBatchSampler.microbatches(8, 12, 2, 1, 3)
+
+
+@pytest.mark.parametrize("rules, changes", [(BY_INDEX, True), (BY_EOD, False), (Documents(True), False)])
+def test_the_reader_deals_out_by_work_where_the_index_tells_it(rules: Documents, changes: bool) -> None:
+    layout, dataset, found = SequenceLayout(1024), set_a(), []
+    for dp_rank in range(2):
+        batches = BatchReader(dataset, layout, 0, dp_rank, 2, documents=rules).read(0, 8, 1)
+        found.append([int(batch.sample_ids[0]) for batch in batches])
+    assert sorted(found[0] + found[1]) == list(range(8))
+    assert (found != [[0, 2, 4, 6], [1, 3, 5, 7]]) == changes
 
 
 def test_work_is_the_sum_of_squared_lengths() -> None:

@@ -41,6 +41,11 @@ def test_whole_sequences_give_one_causal_piece_for_each_document() -> None:
         ((0, 4), True), ((4, 6), True), ((6, 8), True)]
 
 
+def test_work_is_the_sum_of_squared_lengths() -> None:
+    assert CAUSAL.attention_share(3, 10) == AttentionMask(((0,), (0,))).attention_share(2, 10) == 1.0
+    assert AttentionMask(((0, 3, 4), (0,))).attention_share(2, 10) == (9 + 1 + 36 + 100) / 200
+
+
 def test_a_mask_says_what_it_needs() -> None:
     assert CAUSAL.needs == AttentionMask(((0,), (0,))).needs == frozenset()
     assert AttentionMask(((0,), (0, 3))).needs == {DOCUMENTS}

@@ -65,6 +65,9 @@ def test_speed_is_the_same_for_any_split_of_the_sequence(tmp_path: Path) -> None
     assert found[0]["mfu"] == pytest.approx(8 * flops / 1e6)
     last = 2 * 64 * 8 * 32  # recomputation of a layer leaves out its last product, whose result backward does not need
     assert found[0]["hfu"] == pytest.approx(8 * (flops + layers - last + attention) / 1e6)
+    recorder = Recorder(run, CPU, Timers(), TrainState(), is_writer=False)
+    inside = recorder.speed(4, 0.5, attention_share=0.25)  # documents whose squared lengths sum to a quarter
+    assert inside["mfu"] == pytest.approx(8 * (3 * (layers + output + attention / 4)) / 1e6 / 2)
     for other in found[1:]:
         assert other["tokens_per_s"] == 512 and other["mfu"] == pytest.approx(found[0]["mfu"] / 2)
 
