@@ -21,6 +21,7 @@ PROGRAMS = {
     "evaluate": "perplexity of a checkpoint",
     "generate_text": "sample text from a checkpoint",
     "verify_layout": "prove on CPU that a layout trains as one process does",
+    "inspect_checkpoint": "list, show, verify, compare and delete checkpoints",
     "plot_run": "draw the curves of runs",
 }
 

@@ -6,6 +6,7 @@ which calls any function the file names. This reader only accepts the few classe
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Container
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from megatron_sp.checkpoint.files import DamagedCheckpoint
+from megatron_sp.errors import CheckpointError
 
 METADATA = ".metadata"
 
@@ -55,6 +57,7 @@ class CheckpointReader(FileSystemReader):
     def __init__(self, path: str | Path, files: Container[str] | None = None):
         super().__init__(path)
         self.directory, self.files = Path(path), files
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the content of ``.metadata``: shape, type and place of each tensor.
@@ -77,6 +80,29 @@ class CheckpointReader(FileSystemReader):
     def read_tensor_entries(self) -> dict[str, TensorStorageMetadata]:
         """Return the metadata of each tensor by name: its shape, its type, and the chunks it is stored in."""
         return cast(dict[str, TensorStorageMetadata], self.read_metadata().state_dict_metadata)
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Return one whole tensor, read without a process group.
+
+        Raises:
+            KeyError: the checkpoint has no tensor of this name.
+            CheckpointError: it cannot be read.
+        """
+        if self._metadata is None:
+            self._metadata = self.read_metadata()
+        entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[name])
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            place = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            path = self.directory / place.relative_path
+            try:
+                with path.open("rb") as file:
+                    file.seek(place.offset)
+                    part = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+                tensor[tuple(slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes))] = part
+            except Exception as error:      # a damaged archive raises almost anything
+                raise CheckpointError(f"cannot read {name} from {path}: {error}") from None
+        return tensor
 
     def _check(self, metadata: Metadata) -> None:
         """Raise ValueError when an entry is not a tensor, or lies in a file outside ``files``."""

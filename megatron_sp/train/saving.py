@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -93,10 +92,14 @@ class Checkpoints:
         if self._saver is None or self._saver.pending is None:
             return
         self.recorder.say(f"waiting for the save of iteration {self._saver.pending}, at most {PATIENCE:g} s")
-        with contextlib.suppress(Exception):
+        iteration = self._saver.pending
+        try:
             saved = self._saver.finish(PATIENCE)
-            if saved:
-                self._say(saved)
+        except Exception as error:      # the run ends with another error already, which may be the cause of this one
+            self.recorder.say(f"WARNING: the save of iteration {iteration} failed: {error}")
+            return
+        if saved:
+            self._say(saved)
 
     def _finish(self, *, wants_vote: bool = False) -> None:
         """Wait for the save that is under way, if there is one, and report it.

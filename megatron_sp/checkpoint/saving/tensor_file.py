@@ -52,6 +52,9 @@ class TensorWriter(dcp.FileSystemWriter):
             return [], {}
         planner = PieceSavePlanner()
         planner.state_dict = pieces
+        if not any(piece.data.is_cuda for piece in pieces.values()):
+            # Without this the writer would look for a stream on the current GPU, which in a new thread is GPU 0.
+            self.per_thread_copy_ahead = 0
         self.directory.mkdir(exist_ok=True)     # rank 0 made it, and reports when this is another file system
         with naming_file_in_errors(self.directory / f"__{dist.get_rank()}_0.distcp"):
             results = self.write_data(plan, planner).wait()
