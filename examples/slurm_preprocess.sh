@@ -1,25 +1,28 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=preprocess
-#SBATCH --array=0-7                # tasks; each tokenizes its share of the input files into token files of its own
+#SBATCH --array=0-7                # tasks; each tokenizes its share of the input into token files of its own
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=16
 #SBATCH --time=12:00:00
 #SBATCH --output=slurm-%x-%A_%a.out
-# Tokenize many jsonl files with a Slurm job array:
+# Tokenize a corpus with a Slurm job array:
 #
-#   INPUT='corpus/*.jsonl.gz' OUTPUT_PREFIX=data/corpus sbatch --array=0-31 examples/slurm_preprocess.sh [FLAGS]
+#   INPUT='corpus/*.jsonl' OUTPUT_PREFIX=data/corpus sbatch --array=0-31 examples/slurm_preprocess.sh [FLAGS]
 #
 # FLAGS are those of tools/preprocess_data.py. Submit it in the checkout, or with --chdir CHECKOUT.
 #
-#     corpus/a.jsonl  task 0  ->  data/corpus_000_text_document.bin, .idx  \
-#     corpus/b.jsonl  task 1  ->  data/corpus_001_text_document.bin, .idx   > --data-path reads all of them
-#     corpus/c.jsonl  task 0                                               /
+#     corpus/a.jsonl  first half    task 0  ->  data/corpus_00000-of-00003_text_document.bin, .idx
+#                     second half   task 1  ->  data/corpus_00001-of-00003_text_document.bin, .idx
+#     corpus/b.jsonl                task 2  ->  data/corpus_00002-of-00003_text_document.bin, .idx
 #
-# The token files need no merging: the training scripts take several prefixes, each in proportion to its size:
+# Join the token files, or give all of them to the training, which reads each in proportion to its size:
 #
-#   DATA_PREFIX=$(ls data/corpus_*.idx | sed 's/\.idx$//' | xargs) sbatch examples/slurm_pretrain.sh
+#   python tools/merge_datasets.py --input 'data/corpus_*_text_document.idx' --output-prefix data/corpus_text_document
+#   DATA_PREFIX=$(ls data/corpus_*-of-*.idx | sed 's/\.idx$//' | xargs) sbatch examples/slurm_pretrain.sh
 #
-#   INPUT            pattern of jsonl or jsonl.gz files                       (default: data/*.jsonl)
+# A task that was killed, or that runs again, continues where it stopped (--resume).
+#
+#   INPUT            file, directory or pattern                               (default: data/*.jsonl)
 #   OUTPUT_PREFIX    start of the names of the token files                    (default: data/corpus)
 #   TOKENIZER_TYPE, TOKENIZER_MODEL  tokenizer    (default: HuggingFaceTokenizer, data/tokenizer)
 #   SHARDS           number of shares; give it when you repeat single tasks, as in SHARDS=32 sbatch --array=3,7
@@ -37,18 +40,15 @@ if [ -z "${SHARDS:-}" ] && [ "$TASKS" != $((LAST + 1)) ]; then
 fi
 SHARDS=${SHARDS:-$TASKS}
 
-# Task k of n takes the files k, k + n, k + 2n, ... of the sorted list.
-mapfile -t FILES < <(compgen -G "${INPUT:-data/*.jsonl}" | LC_ALL=C sort)
-MINE=()
-for ((i = TASK; i < ${#FILES[@]}; i += SHARDS)); do MINE+=("${FILES[i]}"); done
-if [ "$TASK" -ge "$SHARDS" ] || [ "${#MINE[@]}" = 0 ]; then
-    echo "no input for task $TASK of $SHARDS: ${#FILES[@]} files match INPUT=${INPUT:-data/*.jsonl}" >&2
+if [ "$TASK" -ge "$SHARDS" ]; then
+    echo "no share for task $TASK of $SHARDS: tasks are numbered from 0" >&2
     exit 2
 fi
 
-DATA=(--input "${MINE[@]}" --tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}"
-    --tokenizer-model "${TOKENIZER_MODEL:-data/tokenizer}" --append-eod)
-OUTPUT=(--output-prefix "${OUTPUT_PREFIX:-data/corpus}_$(printf %03d "$TASK")" --workers "${SLURM_CPUS_PER_TASK:-0}")
+DATA=(--input "${INPUT:-data/*.jsonl}" --shard "$TASK/$SHARDS" --resume
+    --tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}" --tokenizer-model "${TOKENIZER_MODEL:-data/tokenizer}"
+    --append-eod)
+OUTPUT=(--output-prefix "${OUTPUT_PREFIX:-data/corpus}" --workers "${SLURM_CPUS_PER_TASK:-0}")
 COMMAND=("$PYTHON" "$ROOT/tools/preprocess_data.py" "${DATA[@]}" "${OUTPUT[@]}" "$@")
 if [ "${DRY_RUN:-0}" = 1 ]; then
     printf '%q ' "${COMMAND[@]}" && echo

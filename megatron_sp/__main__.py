@@ -14,6 +14,7 @@ from pathlib import Path
 PROGRAMS = {
     "pretrain": "pretrain a model (pretrain_gpt.py)",
     "preprocess_data": "turn text into token files",
+    "merge_datasets": "join token files",
     "train_tokenizer": "train a SentencePiece tokenizer",
     "data_statistics": "count documents and tokens of token files",
     "inspect_dataset": "show, check and compare token files and samples",

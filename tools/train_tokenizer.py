@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a SentencePiece tokenizer (BPE, byte fallback, end-of-document token) on JSON lines.
+"""Train a SentencePiece tokenizer (BPE, byte fallback, end-of-document token) on JSON lines, text or Parquet.
 
 Example:
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import re
 import sys
 import threading
@@ -27,7 +26,9 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
-from megatron_sp.data.json_lines import BadLines, find_inputs, parse_lines, read_batches  # noqa: E402
+from megatron_sp.data.corpus.inputs import FORMATS, Part, find_parts, total_size  # noqa: E402
+from megatron_sp.data.corpus.readers import parse, read_blocks  # noqa: E402
+from megatron_sp.data.corpus.records import BadRecords, Skipped  # noqa: E402
 from megatron_sp.errors import DataError  # noqa: E402
 from megatron_sp.output_files import complete_file  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
@@ -40,31 +41,31 @@ WORD = re.compile(" *[^ ]+| +")
 MOST_BYTES = 4000  # SentencePiece drops lines of more than 4192 bytes
 
 
-def count_words(paths: Sequence[str], key: str, skip: bool) -> tuple[Counter[str], BadLines, int]:
+def count_words(parts: Sequence[Part], key: str, skip: bool) -> tuple[Counter[str], Skipped, int]:
     """Count how often each word occurs in all texts. Only different words are kept in memory, not the texts.
 
     Args:
-        paths: JSON lines files.
+        parts: the input files.
         key: key of the text in each JSON object.
-        skip: whether to skip and count bad lines instead of stopping at the first.
+        skip: whether to skip and count bad records instead of stopping at the first.
 
     Returns:
-        The count of each word, the skipped lines, and the number of texts.
+        The count of each word, the skipped records, and the number of texts.
 
     Raises:
-        DataError: a file cannot be read, or a line is bad and ``skip`` is off.
+        DataError: a file cannot be read, or a record is bad and ``skip`` is off.
     """
     words: Counter[str] = Counter()
-    complain, documents = BadLines("", skip), 0
-    size = sum(os.path.getsize(path) for path in paths)
-    with progress_bar(total=size, unit="B", unit_scale=True, desc="Counting words") as bar:
-        for batch in read_batches(paths):
-            complain.path = batch.path
-            for (text,) in parse_lines(batch, (key,), complain)[1]:
+    skipped, documents = Skipped(), 0
+    with progress_bar(total=total_size(parts), unit="B", unit_scale=True, desc="Counting words") as bar:
+        for block in read_blocks(parts, (key,)):
+            complain = BadRecords(block.place_of, skip)
+            for (text,) in parse(block, (key,), complain)[1]:
                 documents += 1
                 words.update(words_of(text))
-            bar.update(batch.bytes_read)
-    return words, complain, documents
+            skipped.add(complain.skipped)
+            bar.update(block.bytes_read)
+    return words, skipped, documents
 
 
 def words_of(text: str) -> Iterator[str]:
@@ -130,12 +131,14 @@ def build_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     group = parser.add_argument_group("input and output")
     group.add_argument("--input", nargs="+", required=True, metavar="FILE",
-                       help=".jsonl or .jsonl.gz files with one JSON object on each line; a quoted pattern such as "
-                            "'data/*.jsonl' is expanded")
+                       help="files, directories or quoted patterns such as 'data/*.jsonl': JSON lines, text files (one "
+                            "document each) or Parquet files, plain or compressed")
+    group.add_argument("--input-format", choices=FORMATS, default="auto",
+                       help="how to read all files (default: by the ending of each)")
     group.add_argument("--json-key", default="text", metavar="KEY",
                        help="key of the text in each JSON object (default: %(default)s)")
     group.add_argument("--on-error", choices=("stop", "skip"), default="stop",
-                       help="at a bad line: stop and name it (default), or skip it and count the skipped lines")
+                       help="at a bad record: stop and name it (default), or skip it and count the skipped ones")
     group.add_argument("--output", type=Path, required=True, metavar="FILE.model", help="tokenizer file to write")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--vocab-size", type=int, default=4096, metavar="N",
@@ -146,15 +149,16 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
     started = time.monotonic()
-    words, bad, documents = count_words(find_inputs(arguments.input), arguments.json_key, arguments.on_error == "skip")
+    parts = find_parts(arguments.input, arguments.input_format)
+    words, bad, documents = count_words(parts, arguments.json_key, arguments.on_error == "skip")
     if not words:
-        raise DataError(f"--input has no text ({documents} documents, {sum(bad.skipped.values())} bad lines).")
+        raise DataError(f"--input has no text ({documents} documents, {bad.counts.total()} bad records).")
     with ticking(f"Training a tokenizer of {arguments.vocab_size} tokens"):
         train(words, arguments.output, arguments.vocab_size)
     print(f"{arguments.output}: {arguments.vocab_size} tokens, trained in {time.monotonic() - started:.0f} s on "
           f"{documents:,} documents with {len(words):,} different words")
-    for reason, count in bad.skipped.most_common():
-        print(f"  skipped {count:,} line{'s' * (count > 1)}: {reason} (first: {bad.first[reason]})")
+    for reason, count in bad.counts.most_common():
+        print(f"  skipped {count:,} record{'s' * (count > 1)}: {reason} (first: {bad.first(reason)})")
 
 
 if __name__ == "__main__":

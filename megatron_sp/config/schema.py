@@ -213,11 +213,14 @@ class Data:
                                              "end-of-document tokens (eod), as in Megatron.", choices=("index", "eod"))
     tokenizer_type: str = flag("GPT2BPETokenizer", "Kind of tokenizer.", choices=(
         "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
-        "HuggingFaceTokenizer", "HFTokenizer", "PretrainedFromHF", "NullTokenizer"))
+        "HuggingFaceTokenizer", "HFTokenizer", "PretrainedFromHF", "TikTokenizer", "NullTokenizer"))
     vocab_file: str = flag("", "vocab.json of GPT2BPETokenizer.", "--vocab-file", "--vocab")
     merge_file: str = flag("", "merges.txt of GPT2BPETokenizer.")
-    tokenizer_model: str = flag("", "SentencePiece .model file, or directory of a Hugging Face tokenizer.",
-                                "--tokenizer-model", "--tokenizer-name-or-path")
+    tokenizer_model: str = flag("", "SentencePiece .model file, directory of a Hugging Face tokenizer, or JSON "
+                                    "vocabulary of TikTokenizer.", "--tokenizer-model", "--tokenizer-name-or-path")
+    vocab_extra_ids: int = flag(0, "Ids to add behind the tokenizer's own; no text is encoded as one of them.")
+    tiktoken_pattern: str = flag("v2", "How TikTokenizer splits a text into words.", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = flag(1000, "Ids that TikTokenizer keeps for special tokens.")
     trust_remote_code: bool = flag(False, "Let a Hugging Face tokenizer run its own code.")
 
 

@@ -1,4 +1,4 @@
-"""Read and write token files: Megatron's pairs of a ``.bin`` and an ``.idx`` file (MMIDIDX version 1).
+"""Read token files: Megatron's pairs of a ``.bin`` and an ``.idx`` file (MMIDIDX version 1).
 
 ``PREFIX.bin`` holds the tokens of all sequences, one after another, without a header.
 ``PREFIX.idx`` is little-endian and packed::
@@ -11,24 +11,23 @@
     modes int8 [num_sequences]              only in multimodal sets; not used here
 
 A document without tokens has no sequence; it only repeats an entry of ``document_indices``. All
-arithmetic on counts and offsets is 64-bit, and nothing here loops over sequences in Python.
+arithmetic on counts and offsets is 64-bit, and nothing here loops over sequences in Python. ``token_writer.py`` writes
+such files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
 import struct
 import weakref
-from typing import IO
 
 import numpy as np
 
 from megatron_sp.config.rules.files import token_file_problem
 from megatron_sp.errors import DataError
-from megatron_sp.output_files import cannot_write, reason_of
+from megatron_sp.output_files import reason_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -205,157 +204,3 @@ class IndexedDataset:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(np.ascontiguousarray(self.lengths))
         return digest.hexdigest()
-
-
-class IndexedDatasetBuilder:
-    """Write a token set. Both files get their names only when they are complete.
-
-    Args:
-        prefix: path of the two files without ``.bin`` and ``.idx``.
-        dtype: type of the stored tokens, see ``best_dtype``.
-
-    Use it as a context manager, which opens the files. When the ``with`` block ends by an exception, it removes them.
-
-    Raises:
-        DataError: at the start of the ``with`` block, when the files cannot be created.
-    """
-
-    _file: IO[bytes]
-
-    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type[np.generic]):
-        self.prefix = os.fspath(prefix)
-        self.dtype = np.dtype(dtype)
-        if self.dtype not in DTYPE_CODES:
-            raise ValueError(f"tokens cannot be stored as {self.dtype}")
-        self._aside = f".writing-{os.getpid()}"
-        self._lengths: list[np.ndarray] = []  # arrays of int32
-        self._document_ends: list[np.ndarray] = []  # arrays of int64
-        self._num_sequences = 0
-
-    def __enter__(self) -> IndexedDatasetBuilder:
-        try:
-            os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
-            self._file = open(bin_path(self.prefix) + self._aside, "wb")  # noqa: SIM115 (closed in finalize/abort)
-        except OSError as error:
-            raise cannot_write(bin_path(self.prefix), error) from None
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self.abort()
-
-    def add_document(self, tokens: np.ndarray | list[int], lengths: list[int] | None = None) -> None:
-        """Add one document.
-
-        Args:
-            tokens: all tokens of the document.
-            lengths: tokens of each of its sequences; default: one sequence, or none where there are no tokens.
-        """
-        if lengths is None:
-            lengths = [len(tokens)] if len(tokens) else []
-        counts = np.asarray(lengths, dtype=np.int64)
-        self._add(self._convert(tokens), counts, np.array([len(counts)], dtype=np.int64))
-
-    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Add many documents of one sequence each.
-
-        Args:
-            tokens: the tokens of all documents, one document after another.
-            lengths: tokens of each document; 0 for an empty one.
-        """
-        lengths = np.asarray(lengths, dtype=np.int64)
-        filled = lengths > 0
-        self._add(self._convert(tokens), lengths[filled], filled.astype(np.int64))
-
-    def add_dataset(self, other: IndexedDataset) -> None:
-        """Append all sequences and documents of another token set of the same type."""
-        if other.dtype != self.dtype:
-            raise DataError(f"{other.prefix}.bin holds {other.dtype} tokens and cannot be appended to a set of "
-                            f"{self.dtype} tokens ({self.prefix}).")
-        step = 1 << 24
-        for start in range(0, other.num_tokens, step):
-            self._write(other.read(start, min(step, other.num_tokens - start)))
-        self._append(other.lengths.astype(np.int64), np.diff(other.document_indices))
-
-    def _convert(self, tokens: np.ndarray | list[int]) -> np.ndarray:
-        wide = np.asarray(tokens)
-        if wide.dtype == self.dtype or not wide.size:
-            return wide.astype(self.dtype, copy=False)
-        limits = np.iinfo(self.dtype)
-        if int(wide.min()) < limits.min or int(wide.max()) > limits.max:
-            worst = int(wide.max()) if int(wide.max()) > limits.max else int(wide.min())
-            raise DataError(f"{self.prefix}: token id {worst} does not fit into {self.dtype.name}; "
-                            "the vocabulary size given is too small for the tokens.")
-        return wide.astype(self.dtype)
-
-    def _add(self, tokens: np.ndarray, lengths: np.ndarray, sequences_per_document: np.ndarray) -> None:
-        if int(lengths.sum()) != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens given, but the lengths add up to {int(lengths.sum())}")
-        self._write(tokens)
-        self._append(lengths, sequences_per_document)
-
-    def _write(self, tokens: np.ndarray) -> None:
-        try:
-            self._file.write(tokens.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
-        except OSError as error:
-            raise cannot_write(bin_path(self.prefix), error) from None
-
-    def _append(self, lengths: np.ndarray, sequences_per_document: np.ndarray) -> None:
-        if len(lengths) and int(lengths.max()) > MAX_LENGTH:
-            raise DataError(f"{self.prefix}: a sequence has {int(lengths.max())} tokens; the format holds at most "
-                            f"{MAX_LENGTH}. Split the document.")
-        self._lengths.append(lengths.astype("<i4"))
-        self._document_ends.append(self._num_sequences + np.cumsum(sequences_per_document, dtype=np.int64))
-        self._num_sequences += len(lengths)
-
-    def finalize(self) -> None:
-        """Write the index and give both files their names.
-
-        Raises:
-            DataError: the disk is full, or reports another error; the ``with`` block then removes both files.
-        """
-        try:
-            _flush(self._file)
-        except OSError as error:
-            raise cannot_write(bin_path(self.prefix), error) from None
-        try:
-            self._write_index()
-            # Remove an older index first: a kill between the next two lines must not leave it beside the new tokens.
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(idx_path(self.prefix))
-            os.replace(bin_path(self.prefix) + self._aside, bin_path(self.prefix))
-            os.replace(idx_path(self.prefix) + self._aside, idx_path(self.prefix))
-        except OSError as error:
-            raise cannot_write(idx_path(self.prefix), error) from None
-
-    def _write_index(self) -> None:
-        lengths = np.concatenate([np.empty(0, dtype="<i4"), *self._lengths])
-        documents = np.concatenate([np.zeros(1, dtype="<i8"), *self._document_ends]).astype("<i8")
-        with open(idx_path(self.prefix) + self._aside, "wb") as index:
-            index.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(documents)))
-            index.write(lengths.tobytes())
-            index.write(pointers_of(lengths, self.dtype.itemsize).astype("<i8").tobytes())
-            index.write(documents.tobytes())
-            _flush(index)
-
-    def abort(self) -> None:
-        """Remove the unfinished files, also when an interrupt arrives during the removal or arrived while opening."""
-        try:
-            self._remove_unfinished()
-        except BaseException:
-            self._remove_unfinished()
-            raise
-
-    def _remove_unfinished(self) -> None:
-        for path in (bin_path(self.prefix), idx_path(self.prefix)):
-            with contextlib.suppress(OSError):
-                os.remove(path + self._aside)
-        if hasattr(self, "_file"):
-            with contextlib.suppress(OSError):  # closing writes what is still buffered, which fails on a full disk
-                self._file.close()
-
-
-def _flush(file: object) -> None:
-    file.flush()  # type: ignore[attr-defined]
-    os.fsync(file.fileno())  # type: ignore[attr-defined]
-    file.close()  # type: ignore[attr-defined]

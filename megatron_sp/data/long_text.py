@@ -48,11 +48,7 @@ def sentencepiece_cutter(model: Any) -> Cutter:
     Args:
         model: a ``SentencePieceProcessor``.
     """
-    pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
-    # The scores of a BPE model are ranks, those of a unigram model are logarithms.
-    is_bpe = all(float(model.get_score(i)).is_integer() for i in range(model.vocab_size()))
-    spans = any(META in piece.lstrip(META) for piece in pieces)
-    if not is_bpe or spans or model.piece_to_id(META) == model.unk_id():
+    if not is_word_bpe(model):
         return whole
     adds_blank = model.encode("a", out_type=str)[0].startswith(META)
     if adds_blank:
@@ -60,6 +56,18 @@ def sentencepiece_cutter(model: Any) -> Cutter:
         return lambda text, length: _cut(text, length, BEFORE_BLANK, 1)
     keeps_first_blank = "".join(model.encode(" a", out_type=str)).startswith(META)
     return (lambda text, length: _cut(text, length, BEFORE_BLANK, 0)) if keeps_first_blank else whole
+
+
+def is_word_bpe(model: Any) -> bool:
+    """Return whether no merge of a SentencePiece model crosses the place before a blank.
+
+    That is so if it is a BPE model and no piece has a blank after another character.
+    """
+    pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
+    # The scores of a BPE model are ranks, those of a unigram model are logarithms.
+    is_bpe = all(float(model.get_score(i)).is_integer() for i in range(model.vocab_size()))
+    spans = any(META in piece.lstrip(META) for piece in pieces)
+    return is_bpe and not spans and bool(model.piece_to_id(META) != model.unk_id())
 
 
 def _cut(text: str, length: int, border: re.Pattern[str], skipped: int) -> Iterator[str]:

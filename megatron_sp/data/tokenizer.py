@@ -7,11 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_sp.config.schema import Data
 from megatron_sp.data import long_text
+from megatron_sp.data.words import WordCache, gpt2_splitter, sentencepiece_words
 from megatron_sp.errors import DataError
 
 GPT2_EOD = "<|endoftext|>"
+UNCERTAIN_PART = 2000  # characters of the parts in which a text with rare characters is encoded
 
 
 class Tokenizer(ABC):
@@ -39,7 +43,12 @@ class Tokenizer(ABC):
         """Return the token ids of each text. The library starts no threads for this."""
         return [self.encode(text) for text in texts]
 
-    def encode_in_parts(self, text: str, length: int) -> Iterator[list[int]]:
+    def encode_arrays(self, texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
+        """Return the token ids of each text as an array: the ids of ``encode``, on the fastest way that is known."""
+        # Each list becomes an array immediately: a list of Python integers takes up to 20 times the memory.
+        return [np.array(ids, dtype=dtype) for ids in self.encode_batch(texts)]
+
+    def encode_in_parts(self, text: str, length: int, dtype: np.dtype) -> Iterator[np.ndarray]:
         """Yield the token ids of a long text part by part; together they are those of ``encode``.
 
         Tokenizer libraries need a hundred or more bytes of memory for each byte of a text, so long texts are encoded in
@@ -48,8 +57,9 @@ class Tokenizer(ABC):
         Args:
             text: the text.
             length: least number of characters in a part, except the last.
+            dtype: type of the arrays.
         """
-        yield self.encode(text)
+        yield from self.encode_arrays([text], dtype)
 
     def gives_back(self, text: str) -> bool:
         """Return whether encoding and then decoding a text returns the same text."""
@@ -81,9 +91,16 @@ class GPT2BPETokenizer(Tokenizer):
             raise DataError(f"--vocab-file {vocab_file} has no {GPT2_EOD} token, which ends documents.")
         self._tokenizer.add_special_tokens([GPT2_EOD])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self._words: WordCache | None = None
 
-    def encode_in_parts(self, text: str, length: int) -> Iterator[list[int]]:
-        return map(self.encode, long_text.cut_for_gpt2(text, length))
+    def encode_arrays(self, texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
+        if self._words is None:
+            self._words = WordCache(gpt2_splitter(GPT2_EOD), self.encode_batch, dtype)
+        return _by_words(self._words, texts, long_text.cut_for_gpt2, super().encode_arrays, dtype)
+
+    def encode_in_parts(self, text: str, length: int, dtype: np.dtype) -> Iterator[np.ndarray]:
+        for part in long_text.cut_for_gpt2(text, length):
+            yield from self.encode_arrays([part], dtype)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -123,6 +140,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._before = [bos] if begin else []
         self.unknown = self._model.unk_id()
         self._cutter: long_text.Cutter | None = None
+        self._words: WordCache | None = None
 
     def encode(self, text: str) -> list[int]:
         return self._before + self._model.encode(text)
@@ -131,15 +149,50 @@ class SentencePieceTokenizer(Tokenizer):
         encoded = self._model.encode(list(texts), num_threads=1)
         return [self._before + ids for ids in encoded] if self._before else encoded
 
-    def encode_in_parts(self, text: str, length: int) -> Iterator[list[int]]:
-        if self._cutter is None:  # built at the first long text, because that reads every piece of the vocabulary
+    def encode_arrays(self, texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
+        arrays = self._encode_pieces(texts, dtype)
+        before = np.array(self._before, dtype=dtype)
+        return [np.concatenate([before, ids]) for ids in arrays] if self._before else arrays
+
+    def _encode_pieces(self, texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
+        """Return the ids of each text without a begin-of-sentence id."""
+        if self._cutter is None:  # built here, because that reads every piece of the vocabulary
             self._cutter = long_text.sentencepiece_cutter(self._model)
-        yield self._before
+            if found := sentencepiece_words(self._model):
+                self._words = WordCache(*found, dtype)
+
+        def by_library(texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
+            return [np.array(ids, dtype=dtype) for ids in self._model.encode(list(texts), num_threads=1)]
+
+        if self._words is None:
+            return by_library(texts, dtype)
+        return _by_words(self._words, texts, self._cutter, by_library, dtype)
+
+    def encode_in_parts(self, text: str, length: int, dtype: np.dtype) -> Iterator[np.ndarray]:
+        yield from self.encode_arrays([""], dtype)
+        assert self._cutter is not None, "encode_arrays builds it"
         for part in self._cutter(text, length):
-            yield self._model.encode(part)
+            yield from self._encode_pieces([part], dtype)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids if 0 <= i < self.num_pieces])
+
+
+def _by_words(words: WordCache, texts: Sequence[str], cut: long_text.Cutter,
+              by_library: Callable[[Sequence[str], np.dtype], list[np.ndarray]], dtype: np.dtype) -> list[np.ndarray]:
+    """Encode texts with a cache of words, and what its splitter refuses with the library.
+
+    One rare character is enough for the splitter to refuse a text. Such a text is cut, so that only the parts with rare
+    characters take the slower way.
+    """
+    arrays = words.encode(texts)
+    for place, text in enumerate(texts):
+        if arrays[place] is None:
+            parts = list(cut(text, UNCERTAIN_PART))
+            encoded = words.encode(parts)
+            left = iter(by_library([part for part, ids in zip(parts, encoded) if ids is None], dtype))
+            arrays[place] = np.concatenate([next(left) if ids is None else ids for ids in encoded])
+    return arrays  # type: ignore[return-value]  # no entry is None any more
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -182,7 +235,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
-        return self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        if not self._tokenizer.is_fast:
+            return self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        # transformers would also compute offsets and masks, which nobody asks for.
+        library = self._tokenizer.backend_tokenizer
+        library.encode_special_tokens = self._tokenizer.split_special_tokens
+        library.no_truncation()
+        library.no_padding()
+        return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
@@ -236,6 +296,13 @@ def _null(_: Data, vocab_size: int, __: bool) -> Tokenizer:
     return NullTokenizer(vocab_size)
 
 
+def _tiktoken(data: Data, vocab_size: int, _: bool) -> Tokenizer:
+    from megatron_sp.data.tiktoken_tokenizer import TikTokenizer
+
+    return TikTokenizer(_file(data, "--tokenizer-model", data.tokenizer_model), data.tiktoken_pattern,
+                        data.tiktoken_num_special_tokens, vocab_size)
+
+
 def _file(data: Data, flag: str, path: str) -> str:
     if not path:
         raise DataError(f"--tokenizer-type {data.tokenizer_type} needs {flag} FILE.")
@@ -250,7 +317,7 @@ def build_tokenizer(data: Data, model_vocab_size: int = 0, parse_special: bool =
 
     Args:
         data: the data flags.
-        model_vocab_size: ``--vocab-size``; only NullTokenizer reads it.
+        model_vocab_size: ``--vocab-size``; only NullTokenizer and TikTokenizer read it.
         parse_special: see ``HuggingFaceTokenizer``; no other tokenizer reads it.
 
     Raises:
@@ -259,8 +326,10 @@ def build_tokenizer(data: Data, model_vocab_size: int = 0, parse_special: bool =
     makers: dict[str, Callable[[Data, int, bool], Tokenizer]] = dict(
         GPT2BPETokenizer=_gpt2, SentencePieceTokenizer=_sentencepiece, GPTSentencePieceTokenizer=_sentencepiece,
         Llama2Tokenizer=_llama2, HuggingFaceTokenizer=_hugging_face, HFTokenizer=_hugging_face,
-        PretrainedFromHF=_hugging_face, NullTokenizer=_null)
+        PretrainedFromHF=_hugging_face, TikTokenizer=_tiktoken, NullTokenizer=_null)
     make = {name.lower(): maker for name, maker in makers.items()}.get(data.tokenizer_type.lower())
     if make is None:
         raise DataError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(makers)}.")
-    return make(data, model_vocab_size, parse_special)
+    tokenizer = make(data, model_vocab_size, parse_special)
+    tokenizer.vocab_size += data.vocab_extra_ids  # no text is encoded as one of these
+    return tokenizer

@@ -21,6 +21,8 @@ import pytest
 from megatron_sp.config.load import load_run
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.config.schema import Run
+from megatron_sp.data.corpus.inputs import choose_share, find_parts
+from megatron_sp.data.corpus.readers import read_blocks
 from megatron_sp.plan.devices import DEVICES, GIB
 from megatron_sp.plan.memory import predict
 from megatron_sp.plan.step_time import predict_step_time
@@ -172,9 +174,10 @@ def test_slurms_copy_of_a_script_finds_the_checkout(tmp_path: Path) -> None:
         assert done.returncode == 0 and f" {ROOT}/" in done.stdout, done.stdout + done.stderr
 
 
-def test_preprocessing_reads_every_file_once(tmp_path: Path) -> None:
+def test_preprocessing_reads_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
-        (tmp_path / f"part {number}.jsonl").touch()
+        (tmp_path / f"part {number}.jsonl").write_text('{"text": "1"}\n' * (number + 1))
+    monkeypatch.chdir(tmp_path)
     found = []
     for task in range(3):
         array = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MAX": "2"}
@@ -183,14 +186,16 @@ def test_preprocessing_reads_every_file_once(tmp_path: Path) -> None:
         line, = dry_run("slurm_preprocess.sh", cwd=tmp_path, INPUT="*.jsonl", **array)
         assert [line] == dry_run("slurm_preprocess.sh", cwd=tmp_path, INPUT="*.jsonl", **alone), "a repeated task"
         arguments = preprocess_data.parse(shlex.split(line)[2:])
-        assert arguments.append_eod and arguments.output_prefix == f"data/corpus_00{task}"
-        found += arguments.input
-    assert sorted(found) == sorted(path.name for path in tmp_path.glob("*.jsonl"))
+        assert arguments.append_eod and arguments.resume
+        assert preprocess_data.output_prefix(arguments) == f"data/corpus_0000{task}-of-00003"
+        parts = choose_share(find_parts(arguments.input), task, 3)
+        found += [(block.part.path, line) for block in read_blocks(parts) for line in block.data.splitlines()]
+    assert [path for path, _ in found] == [f"part {number}.jsonl" for number in range(5) for _ in range(number + 1)]
 
 
 @pytest.mark.parametrize("variables", [
     {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "1", "SLURM_ARRAY_TASK_MAX": "3"},  # no number of tasks
-    {"SLURM_ARRAY_TASK_ID": "3", "SHARDS": "2"}, {"INPUT": "no*"}])
+    {"SLURM_ARRAY_TASK_ID": "3", "SHARDS": "2"}])
 def test_preprocessing_refuses_shares_that_are_not_clear(variables: dict[str, Any], tmp_path: Path) -> None:
     for number in range(9):
         (tmp_path / f"{number}.jsonl").touch()

@@ -32,7 +32,8 @@ def preprocess(*words: object) -> subprocess.CompletedProcess[str]:
 def test_many_processes_write_the_same_bytes(tmp_path):
     # Other tools' spellings and hints too.
     done = preprocess("--input", ODD, "--output_prefix", tmp_path / "gpt2_odd_eod", "--json-key", "text",
-                      "--append-eod", "--workers", 2, "--dataset-impl", "mmap", "--partitions", 2, *GPT2)
+                      "--append-eod", "--workers", 2, "--dataset-impl", "mmap", "--partitions", 2,
+                      "--keep-sequential-samples", "--checksum", *GPT2)
     assert done.returncode == 0, done.stderr
     for ending in ("bin", "idx"):
         file = f"gpt2_odd_eod_text_document.{ending}"
@@ -40,7 +41,9 @@ def test_many_processes_write_the_same_bytes(tmp_path):
     assert "16 documents, 44,696 tokens" in done.stdout and "2 empty" in done.stdout
     assert "longest document 40,579" in done.stdout
     assert [line for line in done.stdout.splitlines() if line.startswith("note")] == \
-        ["note: accepted without effect: --dataset-impl, --partitions"]
+        ["note: accepted without effect: --dataset-impl"]
+    assert (tmp_path / "gpt2_odd_eod_text_document.checksums.json").exists()
+    assert "50% have at most 13" in done.stdout
     assert "WARNING" not in done.stdout and "tokenizing" in done.stderr
 
 
@@ -87,7 +90,7 @@ def test_a_bad_line_stops_or_is_skipped(tmp_path, workers):
     assert os.listdir(tmp_path) == ["in.jsonl"]
     done = preprocess(*words, "--on-error", "skip")
     assert done.returncode == 0 and "2 documents, 5 tokens" in done.stdout
-    assert "skipped 1 line: 'text' is not a string (first:" in done.stdout and "no key 'text'" in done.stdout
+    assert "skipped 1 record: 'text' is not a string (first:" in done.stdout and "no key 'text'" in done.stdout
 
 
 @pytest.mark.parametrize("words, message", [
@@ -96,7 +99,10 @@ def test_a_bad_line_stops_or_is_skipped(tmp_path, workers):
     (["--split-sentences"], "--split-sentences: sentences are not split"),
     (["--tokeniser-type", "X"], "did you mean --tokenizer-type?"),
     (["--dataset-impl", "lazy"], "only mmap is written"),
-    (["--input", "tools"], "is a directory"),
+    (["--input", "docs/images"], "has no files whose names end in"),
+    (["--shard", "3/3"], "give I/N with I from 0 to N-1"),
+    (["--input-format", "jsonl", "--separator", "x"], "--separator is for text files"),
+    (["--input", "README.md", "--json-keys", "a", "b"], "give one key"),
     (["--input", "pyproject.toml", "--tokenizer-type", "GPT2BPETokenizer"], "needs --vocab-file FILE"),
     (["--max-documents=5"], "--max-documents"),
 ])

@@ -173,7 +173,7 @@ REFUSED: dict[str, Refusal] = {
     **_refuse("num-layers-teacher hidden-size-teacher num-attention-heads-teacher load-teacher kd-alpha-ce kd-beta-ce "
               "kd-temp", 1, _NO_DISTILLATION),
     **_refuse("num-experts-teacher", "*", _NO_DISTILLATION),
-    **_refuse("""decoder-num-layers decoder-seq-length pipeline-model-parallel-split-rank vocab-extra-ids mask-prob
+    **_refuse("""decoder-num-layers decoder-seq-length pipeline-model-parallel-split-rank mask-prob
         short-seq-prob bert-embedder-type bert-load retro-workdir retro-cyclic-train-iters retro-encoder-layers
         retro-encoder-hidden-dropout retro-encoder-attention-dropout retro-num-neighbors retro-num-retrieved-chunks
         retriever-seq-length ict-head-size ict-load biencoder-projection-dim titles-data-path query-in-block-prob
@@ -215,8 +215,6 @@ RUN_ONLY: dict[str, Refusal] = {
               not_beside="--tokenizer-type"),
     **_refuse("tokenizer-file", 1, "tokenizer.json files are read from their directory; use --tokenizer-type "
                                    "HuggingFaceTokenizer --tokenizer-model DIRECTORY"),
-    **_refuse("tiktoken-pattern", 1, "tiktoken files are not read; use --tokenizer-type HuggingFaceTokenizer "
-                                     "--tokenizer-model DIRECTORY"),
     # evaluation
     **_refuse("full-validation", 0, "validation on the whole set is not available yet; use --eval-iters"),
     **_refuse("eval-global-batch-size eval-micro-batch-size", 1,
@@ -241,7 +239,7 @@ OTHER_BACKENDS = ("mpi", "ccl", "hccl", "xccl", "cncl", "ucc", "smddp")
 
 #: Tokenizers of other frameworks -> what to use in a run instead. A plan accepts any name.
 FOREIGN_TOKENIZERS: dict[str, str] = {
-    **dict.fromkeys(("TokenizerFromFile", "TokenizerFromFileWithFIM", "Llama3Tokenizer", "TikTokenizer",
+    **dict.fromkeys(("TokenizerFromFile", "TokenizerFromFileWithFIM", "Llama3Tokenizer",
                      "LLamaTokenizer", "QwenTokenizer", "MultimodalTokenizer"),
                     "HuggingFaceTokenizer with --tokenizer-model DIRECTORY"),
     **dict.fromkeys(("AbejaJapaneseGPT2Tokenizer", "JapaneseSentencePiece"),

@@ -84,6 +84,8 @@ def check_tokenizer(run: Run) -> list[str]:
     """Return which flags are missing that the chosen tokenizer needs."""
     data, vocab_size = run.data, run.model.vocab_size
     kind = data.tokenizer_type
+    if data.vocab_extra_ids < 0:
+        return [f"--vocab-extra-ids {data.vocab_extra_ids} must be at least 0."]
     if data.mock_data and vocab_size:
         return []
     if kind == "NullTokenizer":

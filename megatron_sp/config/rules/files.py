@@ -34,7 +34,7 @@ def tokenizer_problems(run: Run) -> list[str]:
     named = []
     if data.tokenizer_type == "GPT2BPETokenizer":
         named = [("--vocab-file", data.vocab_file), ("--merge-file", data.merge_file)]
-    elif "SentencePiece" in data.tokenizer_type or data.tokenizer_type == "Llama2Tokenizer":
+    elif "SentencePiece" in data.tokenizer_type or data.tokenizer_type in ("Llama2Tokenizer", "TikTokenizer"):
         named = [("--tokenizer-model", data.tokenizer_model)]
     elif data.tokenizer_model.startswith(("/", "./", "../", "~")):
         named = [("--tokenizer-model", data.tokenizer_model)]

@@ -105,6 +105,7 @@ ESSENTIAL = """
     timing-log-level tokenizer-model tokenizer-name-or-path tokenizer-type train-data-path train-iters train-samples
     train-tokens untie-embeddings-and-output-weights use-checkpoint-opt_param-scheduler use-distributed-optimizer
     use-rotary-position-embeddings valid-data-path vocab-file vocab-size wandb-entity wandb-exp-name wandb-project
+    tiktoken-num-special-tokens tiktoken-pattern vocab-extra-ids
     wandb-save-dir weight-decay zero-stage
 """.split()
 

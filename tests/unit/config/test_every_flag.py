@@ -130,6 +130,8 @@ SETS = """
 --tensorboard-log-interval 7                logging.tensorboard_log_interval=7
 --tensorboard-queue-size 7                  logging.tensorboard_queue_size=7
 --test-data-path a                          data.test_data_path=('a',)
+--tiktoken-num-special-tokens 7             data.tiktoken_num_special_tokens=7
+--tiktoken-pattern v1                       data.tiktoken_pattern='v1'
 --timing-log-level 2                        logging.timing_log_level=2
 --tokenizer-model /t                        data.tokenizer_model='/t'
 --tokenizer-name-or-path /t                 data.tokenizer_model='/t'
@@ -143,6 +145,7 @@ SETS = """
 --use-distributed-optimizer                 parallel.zero_stage=1
 --use-rotary-position-embeddings            model.position_embedding_type='rope'
 --valid-data-path code=a books=b            data.valid_data_path=('code=a','books=b')
+--vocab-extra-ids 7                         data.vocab_extra_ids=7
 --vocab-file /v                             data.vocab_file='/v'
 --vocab-size 99                             model.vocab_size=99
 --wandb-entity e                            logging.wandb_entity='e'
@@ -251,4 +254,4 @@ def test_it_has_an_effect(key: str) -> None:
 def test_nothing_is_left_out() -> None:
     assert BECOMES.keys() | NOT_READ.keys() <= schema_options().keys()
     assert SETTING <= ALL
-    assert len(ALL) == 133
+    assert len(ALL) == 136

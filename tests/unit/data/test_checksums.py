@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_sp.data import checksums
-from megatron_sp.data.indexed_dataset import IndexedDatasetBuilder
+from megatron_sp.data.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import DataError
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_sp.data import indexed_dataset as files
-from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype
+from megatron_sp.data.indexed_dataset import IndexedDataset, best_dtype
+from megatron_sp.data.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import DataError
 from tests.helpers.small_disk import FULL, small_disk
 

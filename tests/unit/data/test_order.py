@@ -14,11 +14,12 @@ from megatron_sp.data import sample_order as order
 from megatron_sp.data.blend import BlendedDataset, blend_order, exhaustive_order, parse_data_path
 from megatron_sp.data.build import Splits, build_datasets
 from megatron_sp.data.gpt_dataset import GPTDataset
-from megatron_sp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import DataError
 from megatron_sp.layout.document_split import parse_split, split_bounds
 from tests.unit.data.test_indexed import FIXTURES, SET_A, SET_B, write
-from tests.unit.data.test_preprocess import gpt2_data
+from tests.unit.data.test_preprocess import gpt2_data, preprocess
 
 SPLITS = ("train", "valid", "test")
 
@@ -36,7 +37,7 @@ def same_order(dataset: GPTDataset, expected: dict[str, np.ndarray], prefix: str
 
 @pytest.fixture(scope="module")
 def odd_set(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
-    from megatron_sp.data.preprocess import Job, preprocess
+    from megatron_sp.data.corpus.encode import Job
 
     prefix = tmp_path_factory.mktemp("odd") / "odd"
     preprocess([str(FIXTURES / "jsonl" / "odd.jsonl")], str(prefix), Job(gpt2_data(), 0, ("text",), True), 1)

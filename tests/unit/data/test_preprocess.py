@@ -3,15 +3,21 @@
 import gzip
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_sp.config.schema import Data
+from megatron_sp.data.corpus.encode import Job
+from megatron_sp.data.corpus.inputs import find_parts
+from megatron_sp.data.corpus.preprocess import Output, Preprocessor
+from megatron_sp.data.corpus.readers import read_blocks
+from megatron_sp.data.corpus.records import Skipped
+from megatron_sp.data.corpus.summary import KeyTotals, Summary
 from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.json_lines import read_batches
-from megatron_sp.data.preprocess import SAMPLE, Job, Summary, preprocess
 from megatron_sp.data.tokenizer import GPT2BPETokenizer, build_tokenizer
 from megatron_sp.errors import DataError
 from tests.unit.data.test_indexed import FIXTURES, checksums, digest
@@ -35,6 +41,11 @@ def null_job(skip: bool = False) -> Job:
     return Job(Data(tokenizer_type="NullTokenizer"), 100, ("text",), True, skip)
 
 
+def preprocess(paths: list[str], prefix: str, job: Job, workers: int = 1,
+               progress: Callable[[int, Summary], None] = lambda count, summary: None, **output: Any) -> Summary:
+    return Preprocessor(find_parts(paths), job, Output(prefix, **output), progress).run(workers)
+
+
 @pytest.mark.parametrize("name, data, vocab_size, source, keys, eod", [
     ("gpt2_odd_eod", gpt2_data(), 0, "odd", ("text",), True),
     ("gpt2_odd", gpt2_data(), 0, "odd", ("text",), False),
@@ -44,11 +55,27 @@ def null_job(skip: bool = False) -> Job:
     ("null_65500_eod", Data(tokenizer_type="NullTokenizer"), 65500, "nulltok", ("text",), True),
 ])
 def test_output_has_megatrons_bytes(tmp_path, name, data, vocab_size, source, keys, eod):
-    preprocess([str(FIXTURES / "jsonl" / f"{source}.jsonl")], str(tmp_path / name),
-               Job(data, vocab_size, keys, eod), workers=1)
+    preprocess([str(FIXTURES / "jsonl" / f"{source}.jsonl")], str(tmp_path / name), Job(data, vocab_size, keys, eod))
     for key in keys:
         for ending in ("bin", "idx"):
             file = f"{name}_{key}_document.{ending}"
+            assert digest(tmp_path / file) == checksums()[file], file
+
+
+def test_partitions_have_megatrons_bytes(tmp_path):
+    """Megatron deals the documents in turn to the partitions, and joins these.
+
+    The input is Megatron's joined output, with its two halves in turn again; the texts are its token ids.
+    """
+    dataset = IndexedDataset(FIXTURES / "bin" / "gpt2_small_a_eod_part2_text_document")
+    job = Job(Data(tokenizer_type="NullTokenizer"), 50257, ("text",), True)
+    order = [i // 2 + (len(dataset) // 2) * (i % 2) for i in range(len(dataset))]
+    lines = [json.dumps({"text": " ".join(map(str, dataset.get(i)[:-1]))}).encode() for i in order]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    preprocess([source], str(tmp_path / "gpt2_small_a_eod_part2"), job, partitions=2)
+    for part in ("", "_0", "_1"):
+        for ending in ("bin", "idx"):
+            file = f"gpt2_small_a_eod_part2{part}_text_document.{ending}"
             assert digest(tmp_path / file) == checksums()[file], file
 
 
@@ -76,8 +103,8 @@ def test_a_bad_line_is_named_or_skipped(tmp_path, reason):
         preprocess([source], str(tmp_path / "out"), null_job(), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     summary = preprocess([source], str(tmp_path / "out"), null_job(skip=True), 1)
-    assert summary.documents == 2 and dict(summary.skipped) == {reason.strip(): 1}
-    assert summary.first_skipped[reason.strip()].endswith("in.jsonl, line 3")
+    assert summary.documents == 2 and dict(summary.skipped.counts) == {reason.strip(): 1}
+    assert summary.skipped.first(reason.strip()).endswith("in.jsonl, line 3")
     assert IndexedDataset(tmp_path / "out_text_document").lengths.tolist() == [3, 2]
 
 
@@ -96,7 +123,7 @@ def test_empty_documents_are_counted(tmp_path, lines, lengths, documents):
     summary = preprocess([write_lines(tmp_path / "in.jsonl", lines)], str(tmp_path / "out"), null_job(), 1)
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert dataset.lengths.tolist() == lengths and dataset.num_documents == documents
-    assert summary.empty["text"] == documents - len(lengths)
+    assert summary.keys["text"].empty == documents - len(lengths)
 
 
 def test_input_without_documents_is_refused(tmp_path):
@@ -113,7 +140,7 @@ def test_gz_files_and_many_inputs(tmp_path):
     paths = [str(tmp_path / f"{place}.jsonl.gz") for place in range(3)]
     seen: list[int] = []
 
-    def progress(batch: object, summary: Summary) -> None:
+    def progress(count: int, summary: Summary) -> None:
         seen.append(summary.documents)
 
     preprocess(paths, str(tmp_path / "out"), null_job(), 1, progress)
@@ -126,12 +153,12 @@ def test_gz_files_and_many_inputs(tmp_path):
 
 
 def test_batches_keep_line_numbers_and_account_for_every_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_sp.data.json_lines.BATCH_LINES", 3)
+    monkeypatch.setattr("megatron_sp.data.corpus.readers.BLOCK_BYTES", 6)
     source = write_lines(tmp_path / "in.jsonl", [b"%d" % number for number in range(1, 11)])
-    batches = list(read_batches([source]))
-    assert [batch.first for batch in batches] == [1, 4, 7, 10]
-    assert all(int(line) == batch.first + place for batch in batches for place, line in enumerate(batch.lines))
-    assert sum(batch.bytes_read for batch in batches) == Path(source).stat().st_size
+    blocks = list(read_blocks(find_parts([source])))
+    assert [block.first for block in blocks] == [1, 4, 7, 10]
+    assert all(int(line) == block.first + place for block in blocks for place, line in enumerate(block.data.split()))
+    assert sum(block.bytes_read for block in blocks) == Path(source).stat().st_size
 
 
 def test_gpt2_round_trip_and_special_token():
@@ -238,20 +265,23 @@ def test_text_that_the_tokenizer_cannot_represent_is_counted(tmp_path, holed):
     data = Data(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(holed))
     source = write_lines(tmp_path / "in.jsonl", [b'{"text": ""}', b'{"text": "one three four"}'])
     summary = preprocess([source], str(tmp_path / "out"), Job(data, 0, ("text",), True), 1)
-    assert summary.unknown["text"] == 2 and (summary.compared, summary.changed) == (1, 1)
+    assert summary.keys["text"].unknown == 2 and (summary.compared, summary.changed) == (1, 1)
     assert summary.first_changed.endswith("in.jsonl, line 2")
     summary = preprocess([source], str(tmp_path / "out"), Job(spm_data(), 0, ("text",), True), 1)
-    assert summary.unknown["text"] == 0 and (summary.compared, summary.changed) == (1, 0)
+    assert summary.keys["text"].unknown == 0 and (summary.compared, summary.changed) == (1, 0)
 
 
 def test_the_summary_warns_of_lost_text(capsys):
-    summary = Summary(("text",), documents=2, tokens=Counter(text=8), unknown=Counter(text=2), compared=3, changed=1,
-                      first_changed="in.jsonl, line 2")
-    preprocess_data.report(summary, preprocess_data.parse(["--input", "in.jsonl", "--output-prefix", "out"]), 1.0)
+    skipped = Skipped(Counter({"no key": 4}), {"no key": [("in.jsonl, line 9", "no key (keys: 'a')", "{")]})
+    summary = Summary({"text": KeyTotals(8, 0, 2)}, documents=2, compared=3, changed=1,
+                      first_changed="in.jsonl, line 2", skipped=skipped)
+    arguments = preprocess_data.parse(["--input", "in.jsonl", "--output-prefix", "out"])
+    preprocess_data.report(summary, arguments, preprocess_data._Progress(None, 1))
     said = capsys.readouterr().out
     assert "WARNING: 2 of these tokens (25.00%) are the unknown token" in said
     assert "WARNING: 1 of 3 texts that were decoded again did not come back" in said
     assert "(first: in.jsonl, line 2)" in said
+    assert "skipped 4 records: no key (first: in.jsonl, line 9)" in said and "out.report.json" in said
 
 
 NASTY = ("it's  we'll I'd\n\n\tx <|endoftext|> a.b, c;d! \u65e5\u672c\u8a9e\u3002\u6f22\u5b57\uff0c Caf\u00e9 1,000.5 "
@@ -285,7 +315,7 @@ def test_a_sentencepiece_model_without_bytes_counts_unknown_text(tmp_path):
     data = Data(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "small.model"))
     source = write_lines(tmp_path / "in.jsonl", ['{"text": "some \u6f22 words"}'.encode()])
     summary = preprocess([source], str(tmp_path / "out"), Job(data, 0, ("text",), True), 1)
-    assert (summary.unknown["text"], summary.changed) == (1, 1)
+    assert (summary.keys["text"].unknown, summary.changed) == (1, 1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bpe", "llama bpe", "own bpe", "own llama bpe", "own unigram"])
@@ -299,25 +329,25 @@ def test_parts_of_a_long_text_have_the_tokens_of_the_whole(name, trained):
     texts += ["".join(words[i] + " " * (j % 3) for i, j in random.randint(0, len(words), (400, 2))) for _ in range(5)]
     for text in texts:
         for length in (1, 7, 100):
-            parts = list(tokenizer.encode_in_parts(text, length))
-            assert [i for part in parts for i in part] == tokenizer.encode(text)
-    parts = list(tokenizer.encode_in_parts("some words of a text, and more. " * 100, 100))
+            parts = list(tokenizer.encode_in_parts(text, length, np.dtype(np.int32)))
+            assert np.concatenate(parts).tolist() == tokenizer.encode(text)
+    parts = list(tokenizer.encode_in_parts("some words of a text, and more. " * 100, 100, np.dtype(np.int32)))
     assert (len(parts) > 20) is (name != "own unigram")
 
 
 def test_a_long_document_is_preprocessed_in_parts(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "in.jsonl", [json.dumps({"text": NASTY * 50}).encode(), b'{"text": "short"}'])
-    longest, encode = 0, GPT2BPETokenizer.encode
+    longest: Counter[str] = Counter()
+    encode = GPT2BPETokenizer.encode_arrays
 
-    def measure(tokenizer: GPT2BPETokenizer, text: str) -> list[int]:
-        nonlocal longest
-        longest = max(longest, len(text))
-        return encode(tokenizer, text)
+    def measure(tokenizer: GPT2BPETokenizer, texts: list[str], dtype: np.dtype) -> list[np.ndarray]:
+        longest[name] = max(longest[name], *map(len, texts), 0)
+        return encode(tokenizer, texts, dtype)
 
-    monkeypatch.setattr(GPT2BPETokenizer, "encode", measure)
+    monkeypatch.setattr(GPT2BPETokenizer, "encode_arrays", measure)
     for name, length in (("whole", 1 << 18), ("parts", 100)):
-        monkeypatch.setattr("megatron_sp.data.preprocess.LONG_TEXT", length)
+        monkeypatch.setattr("megatron_sp.data.corpus.encode.LONG_TEXT", length)
         preprocess([source], str(tmp_path / name), Job(gpt2_data(), 0, ("text",), True), 1)
     for ending in ("bin", "idx"):
         assert digest(tmp_path / f"whole_text_document.{ending}") == digest(tmp_path / f"parts_text_document.{ending}")
-    assert longest == SAMPLE < len(NASTY * 50), "only the sample that is decoded again is longer than a part"
+    assert longest["parts"] < 300 < longest["whole"] == len(NASTY * 50)

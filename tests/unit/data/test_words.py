@@ -1,0 +1,99 @@
+"""Encoding word by word gives exactly the tokens of the tokenizer library, whatever the text."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sp.config.schema import Data
+from megatron_sp.data import words
+from megatron_sp.data.tokenizer import SentencePieceTokenizer, Tokenizer, build_tokenizer
+from tests.unit.data.test_indexed import FIXTURES
+
+INT32 = np.dtype(np.int32)
+#: Texts are made of these. Some normalizers turn a character such as \u00a8 into a blank and another one.
+ODD = [" ", "  ", "\n", "\n\n", "\t", "\r\n", "'", "'s", " 'll", "1", " 23", "\u00b2", "a", " the", "Z", "_", "(", "://",
+       "\u00e9", "e\u0301", "\u65e5\u672c", "\u201cq\u201d", "\u00a0", "\u3000", "\u2028", "\u2581", "\x00", "\x1c",
+       "\x7f", "\u0085", "\u0e01", "\ufb01", "\u00a8", "\u2003", "\U0001f600", "\u200d", "\ufeff", "\U0001e900",
+       "<|endoftext|>", "<s>", "</s>", "<unk>"]
+TEXTS = st.one_of(st.lists(st.sampled_from(ODD), max_size=30).map("".join), st.text(max_size=40))
+
+
+@pytest.fixture(scope="module", params=["gpt2", "spm", "llama", "no blank before", "mixed kinds", "normalizes",
+                                        "strips blanks", "unigram"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
+    if request.param == "gpt2":
+        folder = FIXTURES / "tok" / "gpt2"
+        yield build_tokenizer(Data(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")))
+        return
+    if request.param in ("spm", "llama"):
+        kind = "Llama2Tokenizer" if request.param == "llama" else "SentencePieceTokenizer"
+        yield build_tokenizer(Data(tokenizer_type=kind, tokenizer_model=str(FIXTURES / "tok" / "spm_bpe_4k.model")))
+        return
+    yield trained(tmp_path_factory.mktemp("spm"), request.param)
+
+
+def trained(folder: Path, kind: str) -> Tokenizer:
+    import sentencepiece
+
+    options: dict[str, dict[str, Any]] = {
+        "no blank before": {"add_dummy_prefix": False, "user_defined_symbols": ["\n"],
+                            "remove_extra_whitespaces": False, "normalization_rule_name": "identity"},
+        "mixed kinds": {"remove_extra_whitespaces": False, "split_by_unicode_script": False, "split_by_number": False,
+                        "normalization_rule_name": "identity"},
+        "normalizes": {"remove_extra_whitespaces": False, "normalization_rule_name": "nfkc"},
+        "strips blanks": {}, "unigram": {"model_type": "unigram"}}
+    chosen: dict[str, Any] = {"vocab_size": 320, "model_type": "bpe", "byte_fallback": True,
+                                "hard_vocab_limit": False, "minloglevel": 2, **options[kind]}
+    lines = ["the words of a text, (more) words; it's 23 a_b http://x " + "".join(ODD[16:20])] * 9
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=str(folder / "x"), **chosen)
+    return build_tokenizer(Data(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / "x.model")))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(texts=st.lists(TEXTS, max_size=4))
+def test_arrays_are_the_librarys_tokens(tokenizer: Tokenizer, texts: list[str]) -> None:
+    arrays = tokenizer.encode_arrays(texts, INT32)
+    assert [array.tolist() for array in arrays] == tokenizer.encode_batch(texts) == [tokenizer.encode(t) for t in texts]
+
+
+def test_which_tokenizers_remember_words(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> None:
+    tokenizer.encode_arrays(["some words, (other) words\n  and more"], INT32)
+    cache = tokenizer._words  # type: ignore[attr-defined]
+    known = request.node.callspec.params["tokenizer"] not in ("strips blanks", "unigram")
+    assert (cache is not None and len(cache) > 4) is known
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        normalized = tokenizer.decode(tokenizer.encode("\ufb01")) == "fi"
+        assert words.normalizes(tokenizer._model) is normalized
+        assert tokenizer.encode_arrays([""], INT32)[0].tolist() == tokenizer.encode("")
+
+
+def test_every_character_of_gpt2s_classes_is_in_the_librarys_class() -> None:
+    """A word border of ours where the library has none, or the reverse, would change tokens."""
+    folder = FIXTURES / "tok" / "gpt2"
+    tokenizer = build_tokenizer(Data(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")))
+    split = tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str  # type: ignore[attr-defined]
+    certain = [chr(i) for i in [*range(0xd800), *range(0xe000, 0x20000)] if not words.GPT2_UNCERTAIN.match(chr(i))]
+    assert len(certain) > 30_000
+    # Long runs of letters behave alike, so that a part of the ideographs and syllables is enough.
+    for char in certain[:3000] + certain[3000::29] + certain[-2500:]:
+        text = f"a{char}b {char}{char} 1{char}2 {char}\n {char}'s"
+        assert [text[a:b] for _, (a, b) in split(text)] == words.GPT2_WORDS.findall(text), hex(ord(char))
+        if char.isascii():
+            assert words.GPT2_ASCII_WORDS.findall(text) == words.GPT2_WORDS.findall(text), hex(ord(char))
+
+
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "MOST_WORDS", 10)
+    cache = words.WordCache(str.split, lambda new: [[len(word)] for word in new], INT32)
+    for start in range(0, 100, 5):
+        texts = [" ".join("x" * (start + i) for i in range(1, 6)), "x " * 3]
+        expected = [[start + i for i in range(1, 6)], [1, 1, 1]]
+        assert [array.tolist() for array in cache.encode(texts) if array is not None] == expected
+        assert len(cache) <= 10
+    (array,) = cache.encode(["y" * 100])
+    assert array is not None and array.tolist() == [100] and "y" * 100 not in cache._known
