@@ -21,6 +21,7 @@ PROGRAMS = {
     "build_index": "build the index cache of a run beforehand",
     "evaluate": "perplexity of a checkpoint",
     "generate_text": "sample text from a checkpoint",
+    "convert_checkpoint": "bring a model from Hugging Face or Megatron, or take one to Hugging Face",
     "verify_layout": "prove on CPU that a layout trains as one process does",
     "inspect_checkpoint": "list, show, verify, compare and delete checkpoints",
     "plot_run": "draw the curves of runs",
@@ -31,7 +32,7 @@ def main() -> int:
     """Run the program that the first word names, with the other words; the exit code."""
     name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else ""
     if name not in PROGRAMS:
-        lines = [f"  {program:<16} {purpose}" for program, purpose in PROGRAMS.items()]
+        lines = [f"  {program:<18} {purpose}" for program, purpose in PROGRAMS.items()]
         asked = name in ("__help", "_h")
         print("usage: megatron-sp PROGRAM FLAGS; --help after a program lists its flags", *lines, sep="\n",
               file=sys.stdout if asked else sys.stderr)

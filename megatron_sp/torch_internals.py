@@ -200,3 +200,10 @@ def default_store() -> dist.Store:
 def silence_redistribution() -> None:
     """Switch off torch's warnings that gathering a whole DTensor is slow, in programs that gather on purpose."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def storage_info(file_name: str, offset: int, length: int) -> Any:
+    """Return what torch.distributed.checkpoint notes about where a tensor lies: the file, and its bytes there."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file_name, offset, length)

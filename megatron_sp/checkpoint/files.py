@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_sp.config.rules.other_systems import other_system_problem
 from megatron_sp.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -150,6 +151,8 @@ def find_candidates(directory: str | Path, iteration: int | None = None) -> list
     source = f"--ckpt-step {iteration}" if iteration is not None else f"--load {directory}"
     directory, iteration = split_directory(directory, iteration)
     complete = complete_checkpoints(directory)
+    if not complete and (problem := other_system_problem(directory)):
+        raise CheckpointError(problem.rstrip("."))
     if iteration is not None:
         if iteration not in complete:
             raise CheckpointError(f"{_incomplete(directory, iteration)}, but {source} names it; {choices(directory)}")

@@ -372,6 +372,9 @@ class Checkpoint:
                                       "with --no-load-optim or --finetune.", off="--no-save-optim")
     pretrained_checkpoint: str = flag("", "Directory of the checkpoint whose weights the run starts from when --load "
                                           "has no checkpoint, as with --finetune.")
+    load_hf: str = flag("", "Directory of a Hugging Face model (config.json, *.safetensors) whose weights the run "
+                            "starts from when --load has no checkpoint. The model's flags follow from its config.json, "
+                            "and the tokenizer is the directory's, unless flags name another.", metavar="DIR")
     exit_on_missing_checkpoint: bool = flag(False, "Exit with an error when --load has nothing to load.")
     use_checkpoint_args: bool = flag(
         False, "Take the flags of model, sequence length and tokenizer that the command line leaves out from the "

@@ -43,14 +43,14 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def load(run: Run, model: Any, optimizer: Any) -> tuple[dict[str, Any] | None, bool]:
-    """Fill model and optimizer from ``--load``. When it holds no checkpoint, use ``--pretrained-checkpoint``, if given.
+    """Fill model and optimizer from ``--load``. Without a checkpoint there, fill the model from what else is given.
 
-    The optimizer is not filled from ``--pretrained-checkpoint``, in a run that only evaluates, or with a flag that asks
-    for a fresh optimizer.
+    That is ``--pretrained-checkpoint`` or ``--load-hf``. The optimizer is not filled from these two, in a run that only
+    evaluates, or with a flag that asks for a fresh optimizer.
 
     Returns:
-        the content of the checkpoint's ``state.json``, or None when there is no checkpoint; and whether only the
-        weights are used, so that the run starts at iteration 0
+        the content of the checkpoint's ``state.json``, or None when there is no checkpoint of this program; and
+        whether only weights are used, so that the run starts at iteration 0
 
     Raises:
         CheckpointError: the checkpoint is damaged or holds another model, or there is none and
@@ -65,6 +65,9 @@ def load(run: Run, model: Any, optimizer: Any) -> tuple[dict[str, Any] | None, b
     if saved is None and flags.load and flags.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {flags.load} holds no checkpoint and "
                               "--exit-on-missing-checkpoint is given; name a directory that has one")
+    if saved is None and flags.load_hf:
+        _load_hugging_face(run, model)
+        return None, True
     if saved is not None or not flags.pretrained_checkpoint:
         return saved, flags.finetune
     saved = load_checkpoint(flags.pretrained_checkpoint, model, None, run)
@@ -74,9 +77,23 @@ def load(run: Run, model: Any, optimizer: Any) -> tuple[dict[str, Any] | None, b
     return saved, True
 
 
+def _load_hugging_face(run: Run, model: Any) -> None:
+    """Fill the model from the directory of ``--load-hf``."""
+    import torch.distributed as dist
+
+    from megatron_sp.convert.fill import fill_model
+    from megatron_sp.convert.hugging_face import weights_of
+
+    directory = run.checkpoint.load_hf
+    fill_model(model, run.model, lambda: weights_of(directory, run.model), f"--load-hf {directory}",
+               shows=dist.get_rank() == 0)
+
+
 def resume_notes(run: Run, saved: dict[str, Any] | None, weights_only: bool) -> list[str]:
     """Return lines for the log: where the run starts, and a warning for each difference from the checkpoint."""
     flags = run.checkpoint
+    if saved is None and flags.load_hf:
+        return [f"loaded the weights of --load-hf {flags.load_hf}; starting at iteration 0"]
     if saved is None:
         return [f"WARNING: --load {flags.load} holds no checkpoint; starting afresh"]
     if weights_only:
@@ -101,6 +118,8 @@ def choose_schedule(schedule: Schedule, saved: dict[str, Any], run: Run) -> Sche
     Raises:
         CheckpointError: the two schedules differ, and no flag says which one to use.
     """
+    if not saved["schedule"]:      # a model of another system: there was no schedule
+        return schedule
     theirs, flags = read_part(saved, "schedule", Schedule.from_dict), run.schedule
     if flags.use_checkpoint_opt_param_scheduler:
         return theirs

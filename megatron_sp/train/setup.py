@@ -131,7 +131,7 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     timers = Timers(run.logging.timing_log_level, device)
     step, state = TrainStep.build(run, model, mesh, timers), TrainState()
     notes: list[str] = []
-    if run.checkpoint.load or run.checkpoint.pretrained_checkpoint:
+    if run.checkpoint.load or run.checkpoint.pretrained_checkpoint or run.checkpoint.load_hf:
         saved, weights_only = load(run, model, step.optimizer)
         notes = resume_notes(run, saved, weights_only)
         if saved is not None and not weights_only:

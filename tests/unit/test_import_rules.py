@@ -44,13 +44,14 @@ MAY_IMPORT = {
     "model": ("errors", "config", "layout", "torch_internals", "parallel", "activations", "model"),
     "inference": ("errors", "config", "parallel", "model", "inference"),
     "checkpoint": ("errors", "config", "parallel.mesh", "model", "checkpoint"),
+    "convert": ("errors", "progress", "torch_internals", "config", "checkpoint", "convert"),
     "proof": ("errors", "runtime", "config", "layout", "parallel", "data", "model", "torch_internals",
               "train", "proof"),
     "proof.reference": ("config.schema", "parallel.random"),
     "proof.code_paths": ("config.schema", "layout"),
     "proof.shrink": ("errors", "config", "layout", "proof.code_paths"),
     "train": ("errors", "runtime", "config", "layout", "plan", "activations", "parallel", "data", "model",
-              "checkpoint", "train", "progress"),
+              "checkpoint", "convert", "train", "progress"),
 }
 
 

@@ -15,6 +15,7 @@ from megatron_sp.config.cli import tables
 from megatron_sp.config.cli.answers import accepts_value, answer_tables, report_unknown
 from megatron_sp.config.cli.claims import Claims
 from megatron_sp.config.cli.foreign import PRESET, foreign_flags, translate
+from megatron_sp.config.cli.load_hf import LOAD_HF
 from megatron_sp.config.cli.options import Option, normalise, schema_options, sections
 from megatron_sp.config.cli.values import parse_words, strip_quotes
 from megatron_sp.config.rules.bounds import bound_problem
@@ -197,8 +198,8 @@ def _build(options: dict[str, Option], claims: Claims) -> Parsed:
         chosen[section][name] = values[-1]
         if key not in options or options[key].kind == "bool":
             continue
-        if spellings[-1] == PRESET:
-            filled[options[key].flag] = f"{PRESET} {claims.given[PRESET][-1]}"
+        if spellings[-1] in (PRESET, LOAD_HF) and key != "checkpoint.load_hf":
+            filled[options[key].flag] = f"{spellings[-1]} {claims.given[spellings[-1]][-1]}"
         elif spellings[-1] in options[key].names or _is_one_word(claims.given.get(spellings[-1])):
             spelled[options[key].flag] = spellings[-1]
         else:

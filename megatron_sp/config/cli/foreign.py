@@ -13,6 +13,7 @@ from megatron_sp.config.cli.claims import Claims
 from megatron_sp.config.cli.data_lists import translate_data_lists
 from megatron_sp.config.cli.deepspeed import translate_deepspeed
 from megatron_sp.config.cli.dialect import GELU, translate_dialect
+from megatron_sp.config.cli.load_hf import claim_model_of_load_hf
 from megatron_sp.config.cli.options import schema_options
 from megatron_sp.config.cli.presets import PRESETS
 from megatron_sp.config.cli.tables import EXPERT_COMPANIONS
@@ -126,7 +127,7 @@ def translate(claims: Claims) -> None:
         if flag in claims.given:
             claims.claim(key, value, flag)
     for step in (_activation, _positions, _query_groups, _context_parallel, _zero, _others, _experts,
-                 translate_deepspeed, _preset, translate_data_lists, translate_dialect):
+                 translate_deepspeed, claim_model_of_load_hf, _preset, translate_data_lists, translate_dialect):
         step(claims)
 
 

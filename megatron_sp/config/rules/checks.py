@@ -136,6 +136,9 @@ def check_checkpoint(run: Run) -> list[str]:
         found.append("--use-checkpoint-args needs --load.")
     if checkpoint.exit_on_missing_checkpoint and not checkpoint.load:
         found.append("--exit-on-missing-checkpoint needs --load.")
+    if checkpoint.pretrained_checkpoint and checkpoint.load_hf:
+        found.append(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} and --load-hf {checkpoint.load_hf} "
+                     "both say where the weights come from; keep one of them.")
     if checkpoint.pretrained_checkpoint and run.train.skip_train:
         found.append(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} is what training starts from; with "
                      "--skip-train say --load.")

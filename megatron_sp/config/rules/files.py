@@ -6,12 +6,14 @@ Only what is quick to look up, so that it is reported together with wrong flags 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
 
 from megatron_sp.config.cli.named_sets import named_sets
 from megatron_sp.config.rules.data import check_data, prefixes_of
+from megatron_sp.config.rules.other_systems import other_system_problem
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.document_split import SPLITS, empty_split_problem, parse_split
 
@@ -109,9 +111,29 @@ def directory_problems(run: Run) -> list[str]:
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             found.append(f"--save {save} cannot be written: {existing} is "
                          f"{'read-only for you' if existing.is_dir() else 'not a directory'}.")
+    for flag, directory in (("--load", load), ("--pretrained-checkpoint", run.checkpoint.pretrained_checkpoint)):
+        if directory and (problem := other_system_problem(directory, flag)):
+            found.append(problem)
+    if run.checkpoint.load_hf:
+        found += hugging_face_problems(run.checkpoint.load_hf)
     if run.checkpoint.exit_on_missing_checkpoint and load and not os.path.isdir(load):
         found.append(f"--load {load}: there is no such directory, and --exit-on-missing-checkpoint is given.")
     return found
+
+
+def hugging_face_problems(directory: str) -> list[str]:
+    """Files of weights that a Hugging Face model's index names and that are not there."""
+    path = Path(directory)
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        try:
+            names = set(json.loads((path / index).read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            continue    # there is none, or it is damaged, which is reported when the weights are read
+        missing = sorted(str(name) for name in names if not (path / str(name)).is_file())
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        return [f"--load-hf {directory} lacks {', '.join(missing[:3])}{more}, which {index} names; download the model "
+                "again."] if missing else []
+    return []
 
 
 def package_problems(run: Run) -> list[str]:
