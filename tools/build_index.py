@@ -42,14 +42,18 @@ def main(argv: list[str]) -> int:
     data = run.data
     if data.mock_data:
         raise ConfigError("--mock-data needs no index; give the data of the run.")
+    if data.dataset_provider and not data.data_cache_path:
+        raise ConfigError("--dataset-provider needs --data-cache-path here: there is no place beside the data.")
 
     from megatron_sp.data.build import build_datasets
-    from megatron_sp.train.setup import sample_counts
+    from megatron_sp.train.setup import choose_tokenizer, sample_counts
     from megatron_sp.train.state import TrainState
 
     for note in notes:
         print(note, flush=True)
-    splits = build_datasets(data, None, sample_counts(run, TrainState()), run.train.seed, must_store=True)
+    tokenizer = choose_tokenizer(run) if data.dataset_provider else None
+    splits = build_datasets(data, None, sample_counts(run, TrainState()), run.train.seed, must_store=True,
+                            tokenizer=tokenizer)
     print(splits.describe())
     where = data.data_cache_path or "cache/megatron_sp beside the data"
     print(f"The index is in {where}; built or found in {time.monotonic() - started:.1f} s.")

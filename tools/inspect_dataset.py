@@ -195,7 +195,7 @@ def show_samples(arguments: argparse.Namespace, words: list[str]) -> int:
     tokenizer = choose_tokenizer(run)
     run = with_vocab(run, tokenizer.vocab_size)
     splits = build_datasets(run.data, tokenizer.eod, sample_counts(run, TrainState()), run.train.seed,
-                            vocab_size=run.model.vocab_size)
+                            vocab_size=run.model.vocab_size, tokenizer=tokenizer)
     sets = {"train": splits.train, "valid": splits.valid, "test": splits.test, **splits.named_valid}
     dataset = sets.get(arguments.split_name)
     if dataset is None:

@@ -53,6 +53,7 @@ OWN = {f"--{name}" for name in """ulysses-size ring-size ulysses-overlap-groups 
     fsdp-size pipeline-schedule pipeline-layers no-shared-memory attention-core fused-kernels compile check-replicas
     loss-tile-size mlp-tile-size attention-head-groups offload-activations offload-optimizer device-peak-tflops
     model-preset
+    dataset-provider dataset-arguments
     gelu-approximation gradient-accumulation-steps""".split()}
 
 

@@ -16,14 +16,16 @@ MUST_MATCH = (
     "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "vocab_size", "rotary_interleaved")
 
 #: Fields that decide which tokens a sample number stands for.
-ORDERS_DATA = ("seed", "split", "data_path", "train_data_path", "dataloader_type")
+ORDERS_DATA = ("seed", "split", "data_path", "train_data_path", "dataset_provider", "dataset_arguments",
+               "dataloader_type")
 
 #: Fields that may change on resume; the log names each change.
 MAY_CHANGE = (
     ("model", "rotary_base"), ("model", "rotary_percent"), ("model", "rotary_seq_len_interpolation_factor"),
     ("model", "use_rope_scaling"), ("model", "rope_scaling_factor"), ("model", "norm_epsilon"),
     ("model", "hidden_dropout"), ("model", "attention_dropout"), ("data", "seq_length"), ("data", "split"),
-    ("data", "data_path"), ("data", "train_data_path"), ("data", "dataloader_type"), ("data", "eod_mask_loss"),
+    ("data", "data_path"), ("data", "train_data_path"), ("data", "dataset_provider"), ("data", "dataset_arguments"),
+    ("data", "dataloader_type"), ("data", "eod_mask_loss"),
     ("data", "reset_position_ids"), ("data", "reset_attention_mask"), ("data", "document_boundaries"),
     ("optimizer", "adam_beta1"), ("optimizer", "adam_beta2"), ("optimizer", "adam_eps"),
     ("optimizer", "sgd_momentum"), ("optimizer", "clip_grad"),

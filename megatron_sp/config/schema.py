@@ -200,6 +200,10 @@ class Data:
                                             nargs="*")
     test_data_path: tuple[str, ...] = flag((), "Test data, in the form of --data-path.", nargs="*")
     mock_data: bool = flag(False, "Train on made-up tokens; no data files are needed.")
+    dataset_provider: str = flag("", "FILE.py:FUNCTION (or package.module:FUNCTION) that returns the data sets, for "
+                                     "data that is not in token files; see docs/how-to/own-datasets.md.")
+    dataset_arguments: tuple[str, ...] = flag((), "NAME=VALUE words that --dataset-provider's function gets.",
+                                              nargs="*")
     data_cache_path: str = flag("", "Directory of the index cache; default: beside the data.")
     dataloader_type: str = flag("single", "Order of the samples: single (shuffled once per epoch set, resumable) or "
                                           "cyclic.", choices=("single", "cyclic"))

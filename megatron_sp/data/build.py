@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_sp.config.cli.named_sets import named_sets
 from megatron_sp.config.schema import Data
 from megatron_sp.data import blend as blends
+from megatron_sp.data import own_data
 from megatron_sp.data.blend import Blend, BlendedDataset, cached_order, member_sizes, parse_data_path
 from megatron_sp.data.gpt_dataset import Dataset, GPTDataset, check_window
 from megatron_sp.data.index_cache import IndexCache
@@ -24,6 +26,9 @@ try:
     import resource
 except ImportError:  # not on every platform
     resource = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from megatron_sp.data.tokenizer import Tokenizer
 
 FILES_PER_SET = 5  # open files of one token set: .bin, .idx and three arrays of its order
 OTHER_FILES = 1024  # open files of the rest of a run: sockets, shared memory, libraries
@@ -45,7 +50,8 @@ class Splits:
 
 
 def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[int | None], seed: int, *,
-                   vocab_size: int = 0, must_store: bool = False) -> Splits:
+                   vocab_size: int = 0, must_store: bool = False,
+                   tokenizer: Tokenizer | None = None) -> Splits:
     """Build the datasets that the data flags describe.
 
     A dataset is None where ``num_samples`` is 0, where ``--split`` gives it the share 0, or where the other datasets
@@ -58,6 +64,7 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
         num_samples: how many samples training, validation and test need; None: one epoch.
         seed: seed of all shuffles.
         vocab_size: the random tokens of ``--mock-data`` are below it.
+        tokenizer: what the function of ``--dataset-provider`` is given.
         must_store: whether it is an error if the index cache cannot be written, also in its default directory.
 
     Raises:
@@ -74,6 +81,8 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
                     for place, (name, count) in enumerate(wanted.items())}
         if data.dataloader_type == "cyclic" and datasets["train"] is not None:
             datasets["train"] = CyclicDataset(datasets["train"], seed)
+    elif data.dataset_provider:
+        datasets = builder.provide(wanted, tokenizer)
     elif data.data_path:
         blend = parse_data_path(data.data_path)
         shares = dict(zip(SPLITS, parse_split(data.split), strict=True))
@@ -96,7 +105,7 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
             use = count != 0 and own_paths[name]
             datasets[name] = builder.build(parse_data_path(own_paths[name], flag), name, count) if use else None
     else:
-        raise DataError("There is no data; give --data-path, --train-data-path or --mock-data.")
+        raise DataError("There is no data; give --data-path, --train-data-path, --mock-data or --dataset-provider.")
     return Splits(**datasets, named_valid=named_valid)
 
 
@@ -176,6 +185,36 @@ class _Builder:
         if count is None:
             return BlendedDataset(members, *cached_order(cache, sizes, None), name)
         return BlendedDataset(members, *cached_order(cache, blends.normalised(sizes), count), name)
+
+    def provide(self, wanted: Mapping[str, int | None], tokenizer: Tokenizer | None) -> dict[str, Dataset | None]:
+        """Ask the function of ``--dataset-provider`` for each dataset of which samples are wanted."""
+        data, spec = self.data, self.data.dataset_provider
+        function = own_data.load_provider(spec)
+        arguments = dict(word.split("=", 1) for word in data.dataset_arguments)
+        made: dict[str, Dataset | None] = dict.fromkeys(wanted)
+        for name, count in wanted.items():
+            if not count:
+                continue
+            request = own_data.DatasetRequest(name, count, data.seq_length, self.seed, tokenizer, arguments)
+            provided = own_data.ask_provider(function, spec, request)
+            if provided is None and name == "train":
+                raise DataError(f"--dataset-provider {spec} returned no training set.")
+            if provided is not None:
+                made[name] = self._provided(provided, request)
+        return made
+
+    def _provided(self, provided: object, request: own_data.DatasetRequest) -> Dataset:
+        """Return what a provider returned as a dataset; cyclic training data is shuffled again for each pass."""
+        cyclic = self.data.dataloader_type == "cyclic" and request.split == "train"
+        num_samples = None if cyclic else request.num_samples
+        dataset: Dataset
+        if isinstance(provided, own_data.OwnDocuments):
+            path = self.data.data_cache_path
+            dataset = GPTDataset(provided, np.arange(len(provided)), num_samples, request.seq_length, self.seed,
+                                 request.split, IndexCache(path, required=bool(path)))
+        else:
+            dataset = own_data.as_samples(provided, request, self.data.dataset_provider, num_samples)
+        return CyclicDataset(dataset, self.seed) if cyclic else dataset
 
     def _members(self, prefixes: Sequence[str], name: str, counts: Sequence[int | None], split: str) -> list[Dataset]:
         """Build the members of a blend, with the number of samples that each one needs."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_sp.data import sample_order as order
 from megatron_sp.data.index_cache import Arrays, IndexCache
-from megatron_sp.data.indexed_dataset import IndexedDataset, bin_path
+from megatron_sp.data.indexed_dataset import TokenSequences
 from megatron_sp.errors import DataError
 
 
@@ -65,7 +65,7 @@ class GPTDataset:
         DataError: samples are needed, but the split has no documents or no tokens.
     """
 
-    def __init__(self, indexed: IndexedDataset, document_ids: np.ndarray, num_samples: int | None, seq_length: int,
+    def __init__(self, indexed: TokenSequences, document_ids: np.ndarray, num_samples: int | None, seq_length: int,
                  seed: int, name: str = "train", cache: IndexCache | None = None):
         self.indexed, self.seq_length, self.seed, self.name = indexed, seq_length, seed, name
         self.document_ids = np.asarray(document_ids)
@@ -115,14 +115,30 @@ class GPTDataset:
         out = np.empty(stop - start, dtype=np.int64)
         entry, filled = int(order.locate(self.starts, position)), 0
         while filled < len(out):
-            offset = position + filled - int(self.starts[entry])
-            left = int(self.starts[entry + 1] - self.starts[entry]) - offset
-            count = min(left, len(out) - filled)
+            document, start, end = self._entry(entry, sample)
+            offset = position + filled - start
+            count = min(end - start - offset, len(out) - filled)
+            if offset < 0 or count < 0:
+                raise self._index_is_damaged(sample)
             if count:
-                out[filled:filled + count] = self.indexed.get(int(self.document_index[entry]), offset, count)
+                out[filled:filled + count] = self.indexed.get(document, offset, count)
             filled += count
             entry += 1
         return out
+
+    def _entry(self, entry: int, sample: int) -> tuple[int, int, int]:
+        """Return an entry of the document index, with the positions in the row where it starts and ends."""
+        if not 0 <= entry < len(self.document_index):
+            raise self._index_is_damaged(sample)
+        document, start, end = int(self.document_index[entry]), int(self.starts[entry]), int(self.starts[entry + 1])
+        if not 0 <= document < len(self.indexed) or end - start != self.indexed.lengths[document]:
+            raise self._index_is_damaged(sample)
+        return document, start, end
+
+    def _index_is_damaged(self, sample: int) -> DataError:
+        return DataError(f"The index of {self.indexed.prefix} points outside of the data for sample {sample}: its "
+                         "index cache is damaged. Remove the cache (--data-cache-path, else cache/megatron_sp beside "
+                         "the data); it is built again.")
 
     def document_starts(self, sample: int) -> np.ndarray:
         """Return the positions at which documents start, int64, ascending from 0. Reads no token."""
@@ -134,7 +150,7 @@ class GPTDataset:
 
     def source(self, sample: int) -> str:
         """Return the path of the file that holds a sample, for messages."""
-        return bin_path(self.indexed.prefix)
+        return self.indexed.path
 
     def sample_index(self) -> np.ndarray:
         """Compute the sample index that Megatron stores, int64 ``[num_samples + 1, 2]``; see ``build_sample_index``."""

@@ -30,7 +30,7 @@ except ImportError:  # not on every platform
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 2  # part of every key: raise it when the meaning of a stored array changes
-DESCRIPTION = "description.json"  # what the arrays depend on, and their names
+DESCRIPTION = "description.json"  # what the arrays depend on, and their names, types and shapes
 BUILDING = ".building-"  # in the name of an entry that is not complete yet
 SMALL = 1 << 16  # bytes; a smaller array is read whole, since each mapped file keeps a file descriptor open
 Arrays = dict[str, np.ndarray]
@@ -89,16 +89,24 @@ class IndexCache:
 def _load(entry: str) -> Arrays | None:
     try:
         with open(os.path.join(entry, DESCRIPTION)) as file:
-            names = json.load(file)["arrays"]
-        return {name: _read(os.path.join(entry, name + ".npy")) for name in names}
+            shapes = json.load(file)["arrays"]
+        arrays = {name: _read(os.path.join(entry, name + ".npy")) for name in shapes}
+        if wrong := [name for name, array in arrays.items() if _shape_of(array) != shapes[name]]:
+            raise ValueError(f"{wrong[0]}.npy holds another array than was stored")
     except (FileNotFoundError, NotADirectoryError) as error:
         if not os.path.isdir(entry):
             return None
         raise _damaged(entry, f"{os.path.basename(error.filename)} is missing") from None
-    except (ValueError, TypeError, KeyError) as error:  # json and numpy raise these for a damaged file
-        raise _damaged(entry, str(error)) from None
     except OSError as error:
         raise DataError(f"The index cache {entry} cannot be read: {reason_of(error)}.") from None
+    except Exception as error:  # json and numpy raise many kinds for a damaged file
+        raise _damaged(entry, str(error) or type(error).__name__) from None
+    return arrays
+
+
+def _shape_of(array: np.ndarray) -> list[object]:
+    """Return type and shape of an array, as they are written into the description."""
+    return [array.dtype.str, list(array.shape)]
 
 
 def _damaged(entry: str, why: str) -> DataError:
@@ -126,8 +134,9 @@ def _store(entry: str, text: str, arrays: Arrays) -> None:
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
+        shapes = {name: _shape_of(array) for name, array in arrays.items()}
         with open(os.path.join(aside, DESCRIPTION), "w") as file:
-            file.write(json.dumps({**json.loads(text), "arrays": list(arrays)}, sort_keys=True) + "\n")
+            file.write(json.dumps({**json.loads(text), "arrays": shapes}, sort_keys=True) + "\n")
         os.chmod(aside, 0o755)  # mkdtemp lets only this user read the directory; other users may train on the same data
         with contextlib.suppress(FileExistsError, NotADirectoryError):
             os.rename(aside, entry)

@@ -22,6 +22,7 @@ import mmap
 import os
 import struct
 import weakref
+from typing import Protocol
 
 import numpy as np
 
@@ -57,6 +58,26 @@ def pointers_of(lengths: np.ndarray, itemsize: int) -> np.ndarray:
     np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
     pointers *= itemsize
     return pointers
+
+
+class TokenSequences(Protocol):
+    """What ``GPTDataset`` needs of the sequences that it cuts into samples."""
+
+    prefix: str
+    lengths: np.ndarray
+
+    @property
+    def path(self) -> str:
+        """The file or the data that holds the tokens, for messages."""
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return tokens ``[offset, offset + length)`` of sequence ``i``."""
+
+    def fingerprint(self) -> str:
+        """Return a stable hash of the lengths."""
 
 
 class IndexedDataset:
@@ -143,6 +164,11 @@ class IndexedDataset:
     def __len__(self) -> int:
         """Return the number of sequences."""
         return len(self.lengths)
+
+    @property
+    def path(self) -> str:
+        """The .bin file, for messages."""
+        return bin_path(self.prefix)
 
     @property
     def num_documents(self) -> int:

@@ -170,7 +170,7 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
 
     with recorder.timers("datasets", occasional=True):
         splits = build_datasets(run.data, tokenizer.eod, sample_counts(run, state), run.train.seed,
-                                vocab_size=run.model.vocab_size)
+                                vocab_size=run.model.vocab_size, tokenizer=tokenizer)
     recorder.say(f"data:\n{splits.describe()}")
     layout, documents = SequenceLayout.of(run), Documents.of(run.data, tokenizer.eod)
 

@@ -161,7 +161,7 @@ def advice(run: Run) -> list[str]:
                      f"{run.memory.sequence_chunk_size}: chunks attend with block kernels.")
     if run.precision.grad_reduce_in_bf16 and run.precision.dtype == "float32":
         notes.append("--grad-reduce-in-bf16 has no effect without --bf16 or --fp16.")
-    if (run.data.train_data_path or run.data.mock_data) and run.data.split != Data().split:
+    if (run.data.train_data_path or run.data.mock_data or run.data.dataset_provider) and run.data.split != Data().split:
         notes.append(f"--split {run.data.split} has no effect: it divides the documents of --data-path.")
     if run.data.document_boundaries != Data().document_boundaries and not (
             run.data.reset_position_ids or run.data.reset_attention_mask):

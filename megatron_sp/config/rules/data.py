@@ -17,19 +17,37 @@ def check_data(run: Run) -> list[str]:
     per_split = {"--train-data-path": data.train_data_path, "--valid-data-path": data.valid_data_path,
                  "--test-data-path": data.test_data_path}
     sources = [name for name, used in (("--mock-data", data.mock_data), ("--data-path", data.data_path),
+                                       ("--dataset-provider", data.dataset_provider),
                                        (" / ".join(flag for flag, paths in per_split.items() if paths),
                                         any(per_split.values()))) if used]
     found = []
     if len(sources) > 1:
         found.append(f"{' and '.join(sources)} exclude each other; keep one source of data.")
     if not sources:
-        found.append("Data is required: --data-path, or --train-data-path with --valid-data-path, or --mock-data.")
+        found.append("Data is required: --data-path, or --train-data-path with --valid-data-path, or --mock-data, or "
+                     "--dataset-provider.")
     elif any(per_split.values()) and not data.train_data_path and not run.train.skip_train:
         found.append("--train-data-path is required with --valid-data-path and --test-data-path.")
-    found += _split(data.split)
+    found += _split(data.split) + _provider(data.dataset_provider, data.dataset_arguments)
     for flag, paths in (("--data-path", data.data_path), *per_split.items()):
         found += _named_problems(flag, paths) if flag == "--valid-data-path" else data_path_problems(flag, paths)
     return found
+
+
+def _provider(spec: str, arguments: tuple[str, ...]) -> list[str]:
+    found = []
+    if spec and not all(provider_parts(spec)):
+        found.append(f"--dataset-provider {spec} must be FILE.py:FUNCTION or package.module:FUNCTION.")
+    if arguments and not spec:
+        found.append("--dataset-arguments has no effect without --dataset-provider; leave it out.")
+    return found + [f"--dataset-arguments: {word} must be NAME=VALUE." for word in arguments
+                    if not word.partition("=")[1] or not word.partition("=")[0]]
+
+
+def provider_parts(spec: str) -> tuple[str, str]:
+    """Return the file or module and the function that ``--dataset-provider`` names; "" for a missing part."""
+    place, _, name = spec.rpartition(":")
+    return place, name
 
 
 def _named_problems(flag: str, paths: tuple[str, ...]) -> list[str]:

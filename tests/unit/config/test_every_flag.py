@@ -31,6 +31,8 @@ SETS = """
 --context-parallel-size 2 --cp-comm-type a2a  parallel.ulysses=2
 --data-cache-path /c                        data.data_cache_path='/c'
 --data-path 1 a 2 b                         data.data_path=('1','a','2','b')
+--dataset-provider a.py:f                   data.dataset_provider='a.py:f'
+--dataset-arguments a=b c=d                 data.dataset_arguments=('a=b','c=d')
 --dataloader-type cyclic                    data.dataloader_type='cyclic'
 --deepspeed --fp16 --loss-scale 12          precision.initial_loss_scale=65536.0
 --deepspeed-activation-checkpointing --checkpoint-activations  memory.recompute_granularity='full'
@@ -254,4 +256,4 @@ def test_it_has_an_effect(key: str) -> None:
 def test_nothing_is_left_out() -> None:
     assert BECOMES.keys() | NOT_READ.keys() <= schema_options().keys()
     assert SETTING <= ALL
-    assert len(ALL) == 140
+    assert len(ALL) == 142
