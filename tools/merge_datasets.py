@@ -73,7 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX",
                         help="path of the set to write, without .bin and .idx")
     parser.add_argument("--checksum", action="store_true",
-                        help="write PREFIX.checksums.json too, by which damaged tokens can be found")
+                        help="write PREFIX.checksums.json too, by which tools/inspect_dataset.py check "
+                             "finds damaged tokens")
     return parser
 
 

@@ -104,7 +104,8 @@ def _add_input_and_output(parser: Parser) -> None:
     group.add_argument("--append-eod", action="store_true",
                        help="end every document with the end-of-document token (recommended)")
     group.add_argument("--checksum", action="store_true",
-                       help="write PREFIX_KEY_document.checksums.json too, by which damaged tokens can be found")
+                       help="write PREFIX_KEY_document.checksums.json too, by which tools/inspect_dataset.py check "
+                            "finds damaged tokens")
     group.add_argument("--partitions", type=int, default=1, metavar="N",
                        help="deal the documents in turn to N token sets and join these, as Megatron's tool does; the "
                             "default, 1, keeps the order of the input and is as fast")
@@ -180,8 +181,8 @@ def _problems_of(arguments: argparse.Namespace) -> list[str]:
         found = re.fullmatch(r"(\d+)/(\d+)", arguments.shard)
         if not found or int(found[1]) >= int(found[2]):
             problems.append(f"--shard {arguments.shard}: give I/N with I from 0 to N-1, for example --shard 0/8")
-    if arguments.separator and arguments.input_format in ("jsonl", "parquet"):
-        problems.append(f"--separator is for text files, and --input-format is {arguments.input_format}")
+    if not os.path.basename(arguments.output_prefix):
+        problems.append(f"--output-prefix {arguments.output_prefix!r}: a name must follow the directory")
     return problems
 
 
@@ -222,6 +223,9 @@ def run(arguments: argparse.Namespace) -> int:
     parts = find_parts(arguments.input, arguments.input_format)
     if len(arguments.json_keys) > 1 and any(part.kind == "text" for part in parts):
         raise ConfigError("--json-keys: a text file has one text, so give one key, which names the output.")
+    if arguments.separator and not any(part.kind == "text" for part in parts):
+        raise ConfigError("--separator divides text files, and --input names none; --input-format text reads any file "
+                          "as text.")
     if arguments.shard:
         parts = choose_share(parts, *map(int, arguments.shard.split("/")))
     keep_tokenizers_single_threaded()  # the worker processes share the cores already
@@ -230,21 +234,18 @@ def run(arguments: argparse.Namespace) -> int:
     size = total_size(parts)
     # For less than 1 MiB of input, starting processes takes longer than tokenizing in this one.
     workers = arguments.workers or (_cores() if size is None or size > 1 << 20 else 1)
-    shown = progress_bar(total=size, unit="B", unit_scale=True, desc="tokenizing", dynamic_ncols=True,
-                         mininterval=0.2 if sys.stderr.isatty() else 5.0)
-    with shown:
-        progress = _Progress(shown, arguments.log_interval)
-        preprocessor = Preprocessor(parts, _job(arguments), output, progress)
-        if preprocessor.complete_already():
-            print(f"{output.prefix} is complete already; nothing to do")
-            return 0
-        files = len({part.path for part in parts})
-        print(f"reading {files} file{'s' * (files != 1)}{'' if size is None else f', {size / 1e6:,.1f} MB'}, with "
-              f"{workers} process{'es' * (workers > 1)}", flush=True)
-        before = preprocessor.done_before()
-        shown.update(before.bytes_read)
-        progress.tokens_before = before.tokens
-        summary = preprocessor.run(workers)
+    preprocessor = Preprocessor(parts, _job(arguments), output)
+    if preprocessor.complete_already():
+        print(f"{output.prefix} is complete already; nothing to do")
+        return 0
+    before = preprocessor.done_before()
+    files = len({part.path for part in parts})
+    print(f"reading {files} file{'s' * (files != 1)}{'' if size is None else f', {size / 1e6:,.1f} MB'}, with "
+          f"{workers} process{'es' * (workers > 1)}", flush=True)
+    with progress_bar(total=size, initial=before.bytes_read, unit="B", unit_scale=True, desc="tokenizing",
+                      dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 5.0) as shown:
+        progress = _Progress(shown, arguments.log_interval, before.tokens)
+        summary = preprocessor.run(workers, progress)
     report(summary, arguments, progress)
     return 0
 
@@ -267,14 +268,13 @@ class _Progress:
     Args:
         shown: the bar.
         interval: documents between two updates of the counts.
-
-    Attributes:
         tokens_before: tokens of an earlier process whose run is continued; they do not count for the speed.
     """
 
-    def __init__(self, shown: Any, interval: int):
+    def __init__(self, shown: Any, interval: int, tokens_before: int = 0):
         self.bar = shown
-        self.interval, self.started, self.last, self.tokens_before = interval, time.monotonic(), 0, 0
+        self.interval, self.started, self.last = interval, time.monotonic(), 0
+        self.tokens_before = tokens_before
 
     def speed(self, summary: Summary) -> float:
         """Return tokens per second."""
@@ -304,7 +304,7 @@ def report(summary: Summary, arguments: argparse.Namespace, progress: _Progress)
         empty = f", {totals.empty:,} empty (no tokens stored)" if totals.empty else ""
         longest = totals.lengths.longest
         print(f"  {prefix}_{key}_document: {totals.tokens:,} tokens, longest document {longest:,}{empty}")
-        if percentiles := totals.lengths.percentiles():
+        if summary.documents >= 10 and (percentiles := totals.lengths.percentiles()):
             print("    tokens of a document: " + ", ".join(
                 f"{percent}% have at most {length:,}" for percent, length in percentiles.items()))
         if totals.unknown:
@@ -319,7 +319,9 @@ def report(summary: Summary, arguments: argparse.Namespace, progress: _Progress)
         print(f"WARNING: {summary.changed} of {summary.compared} texts that were decoded again did not come back as "
               f"they were (first: {summary.first_changed}).\n         The tokenizer changes or drops characters, often "
               "line ends, repeated blanks or unknown letters. A tokenizer of tools/train_tokenizer.py keeps all.")
-    if not summary.tokens:
+    if not summary.documents:
+        print("note: this share of the input has no documents; it is written so that all shares can be joined")
+    elif not summary.tokens:
         print("WARNING: all documents are empty; there is nothing to train on in this data.")
     if not arguments.append_eod:
         print("WARNING: --append-eod was not given: no token marks where one document ends and the next begins.\n"

@@ -208,7 +208,7 @@ class IndexedDatasetBuilder:
             os.replace(self.working_path("bin"), bin_path(self.prefix))
             os.replace(self.working_path("idx"), idx_path(self.prefix))
         except OSError as error:
-            raise cannot_write(idx_path(self.prefix), error) from None
+            raise cannot_write(error.filename2 or idx_path(self.prefix), error) from None
         self._remove_unfinished()
         if self.checksum:
             write_checksums(self.prefix, progress)

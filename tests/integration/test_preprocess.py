@@ -16,7 +16,7 @@ import pytest
 from megatron_sp.config.schema import Data
 from megatron_sp.data.build import build_datasets
 from megatron_sp.data.indexed_dataset import IndexedDataset
-from tests.integration.programs import ROOT, run_tool
+from tests.integration.programs import ROOT, run_program, run_tool
 from tests.unit.data.test_indexed import FIXTURES, SET_A, checksums, digest
 
 ODD = FIXTURES / "jsonl" / "odd.jsonl"
@@ -101,7 +101,7 @@ def test_a_bad_line_stops_or_is_skipped(tmp_path, workers):
     (["--dataset-impl", "lazy"], "only mmap is written"),
     (["--input", "docs/images"], "has no files whose names end in"),
     (["--shard", "3/3"], "give I/N with I from 0 to N-1"),
-    (["--input-format", "jsonl", "--separator", "x"], "--separator is for text files"),
+    (["--separator", "x"], "--separator divides text files, and --input names none"),
     (["--input", "README.md", "--json-keys", "a", "b"], "give one key"),
     (["--input", "pyproject.toml", "--tokenizer-type", "GPT2BPETokenizer"], "needs --vocab-file FILE"),
     (["--max-documents=5"], "--max-documents"),
@@ -133,6 +133,53 @@ def test_an_interrupted_run_leaves_nothing_that_looks_valid(tmp_path: Path, numb
     left = {path.name for path in tmp_path.iterdir()} - {"in.jsonl"}
     assert not any(name.endswith((".bin", ".idx")) for name in left)
     assert not left or number == signal.SIGKILL
+
+
+#: Notes its progress after every block, and blocks are small.
+NOTING = """
+import sys
+from megatron_sp.data.corpus import preprocess, readers
+from tools import preprocess_data
+preprocess.SECONDS_BETWEEN_NOTES = 0.0
+readers.BLOCK_BYTES = 2000
+sys.exit(preprocess_data.main(sys.argv[1:]))
+"""
+
+
+def test_a_killed_run_is_continued_and_its_workers_end(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"text": f"{i % 1000} 7"}) + "\n" for i in range(2000))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    words = [str(word) for word in ("--input", pipe, "--output-prefix", tmp_path / "out", "--workers", 2,
+                                    "--append-eod", *NULL)]
+    process = subprocess.Popen([sys.executable, "-c", NOTING, *words], cwd=ROOT, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+    with open(pipe, "w") as source:
+        source.write(lines[:len(lines) // 2])
+        source.flush()
+        wait_for((tmp_path / "out.unfinished.json").exists)
+        workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        process.kill()
+        process.wait()
+    wait_for(lambda: not any(is_running(pid) for pid in workers))
+    assert len(workers) >= 2 and not list(tmp_path.glob("*.bin"))
+    assert "--resume" in run_program(sys.executable, "-c", NOTING, *words, cwd=ROOT).stderr
+    threading.Thread(target=pipe.write_text, args=(lines,), daemon=True).start()
+    done = preprocess(*words, "--resume")
+    assert done.returncode == 0 and "2,000 documents, 6,000 tokens" in done.stdout, done.stderr
+    (tmp_path / "in.jsonl").write_text(lines)
+    assert preprocess("--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "whole", "--append-eod",
+                      *NULL).returncode == 0
+    for ending in (".bin", ".idx"):
+        assert digest(tmp_path / f"out_text_document{ending}") == digest(tmp_path / f"whole_text_document{ending}")
+    assert not list(tmp_path.glob("*unfinished*"))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_pipe_is_read_like_a_file(tmp_path):

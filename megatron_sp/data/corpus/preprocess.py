@@ -64,7 +64,6 @@ class Preprocessor:
         parts: the input.
         job: how to tokenize each record.
         output: what to write.
-        progress: called after each block, with the bytes of the input that were read and the totals so far.
 
     Call ``runtime.keep_tokenizers_single_threaded`` first, as the tool does. Otherwise each worker process starts one
     tokenizer thread for every core.
@@ -73,9 +72,8 @@ class Preprocessor:
         DataError: the tokenizer is at fault, or an unfinished run of other settings is there.
     """
 
-    def __init__(self, parts: Sequence[Part], job: Job, output: Output,
-                 progress: Callable[[int, Summary], None] = lambda count, summary: None):
-        self.parts, self.job, self.output, self.progress = parts, job, output, progress
+    def __init__(self, parts: Sequence[Part], job: Job, output: Output):
+        self.parts, self.job, self.output = parts, job, output
         self.tokenizer = job.tokenizer()
         if job.append_eod and self.tokenizer.eod is None:
             raise DataError(f"--append-eod: this {job.data.tokenizer_type} has no end-of-document token.")
@@ -87,22 +85,19 @@ class Preprocessor:
         self._noted = 0.0
         self._continuable = False  # whether the journal describes this run
 
-    def run(self, workers: int) -> Summary:
+    def run(self, workers: int, progress: Callable[[int, Summary], None] = lambda count, summary: None) -> Summary:
         """Do all the work and return the totals.
 
         Args:
             workers: number of processes that tokenize.
+            progress: called after each block, with the bytes of the input that were read and the totals so far.
 
         Raises:
             DataError: the input is at fault, or the output cannot be written. If the run has noted its progress, the
                 unfinished files are kept for ``--resume``; otherwise nothing is left.
         """
         with self.journal.lock():
-            found = self.journal.read()
-            if found and not self.output.resume:
-                raise DataError(f"--output-prefix {self.output.prefix}: an unfinished run is there "
-                                f"({found['summary']['documents']:,} documents so far). Pass --resume to continue it, "
-                                f"or remove {self.output.prefix}*.{ASIDE}* to start again.")
+            found = self._unfinished()
             with contextlib.ExitStack() as stack:
                 stack.push(self._leave)  # before its files exist, since an interrupt may arrive as soon as they do
                 self._open(found)
@@ -110,6 +105,9 @@ class Preprocessor:
                 stack.callback(encoded.close)  # type: ignore[attr-defined]
                 for block in encoded:
                     self._add(block)
+                    progress(block.bytes_read, self.summary)
+                    if time.monotonic() - self._noted > SECONDS_BETWEEN_NOTES:
+                        self._note()
                 if not self.summary.documents and not self.output.may_be_empty:
                     raise DataError(f"--input has no documents ({self.summary.skipped.counts.total()} bad records); "
                                     "nothing was written.")
@@ -117,9 +115,21 @@ class Preprocessor:
         return self.summary
 
     def done_before(self) -> Summary:
-        """Return the totals of an earlier process whose run will be continued."""
-        found = self.journal.read() if self.output.resume else None
+        """Return the totals of an earlier process whose run will be continued.
+
+        Raises:
+            DataError: an unfinished run is there, and ``--resume`` was not given.
+        """
+        found = self._unfinished()
         return Summary.from_json(found["summary"]) if found else Summary.of_keys(self.job.keys)
+
+    def _unfinished(self) -> dict[str, Any] | None:
+        found = self.journal.read()
+        if found and not self.output.resume:
+            raise DataError(f"--output-prefix {self.output.prefix}: an unfinished run is there "
+                            f"({found['summary']['documents']:,} documents so far). Pass --resume to continue it, or "
+                            f"remove {self.output.prefix}*.{ASIDE}* to start again.")
+        return found
 
     def complete_already(self) -> bool:
         """Return whether ``--resume`` was given and an earlier run with the same settings has finished."""
@@ -180,9 +190,6 @@ class Preprocessor:
                 self.builders[key, number].add_documents(tokens[of_token == number], lengths[partition == number])
         self.summary.add(block)
         self.next = Position(*block.next)
-        self.progress(block.bytes_read, self.summary)
-        if time.monotonic() - self._noted > SECONDS_BETWEEN_NOTES:
-            self._note()
 
     def _note(self) -> None:
         sizes = {builder.prefix: builder.position() for builder in self.builders.values()

@@ -15,7 +15,7 @@ from megatron_sp.data.corpus.records import Skipped
 from megatron_sp.output_files import complete_file
 
 EXACT_BITS = 10  # lengths below 2^10 are counted exactly, longer ones by their first ten bits
-PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
+PERCENTILES = (1, 10, 50, 90, 99)
 
 
 class LengthCounts:

@@ -227,7 +227,7 @@ def interrupted(paths: list[Path], prefix: Path, blocks: int, job: Job = NULL, p
 
     output = Output(str(prefix), partitions, resume=True)
     with pytest.raises(Stop):
-        Preprocessor(find_parts(list(map(str, paths))), job, output, progress).run(1)
+        Preprocessor(find_parts(list(map(str, paths))), job, output).run(1, progress)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_sp.data import indexed_dataset as files
+from megatron_sp.data import token_writer
 from megatron_sp.data.indexed_dataset import IndexedDataset, best_dtype
 from megatron_sp.data.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import DataError
@@ -93,6 +94,20 @@ def test_dtype_follows_the_vocabulary(tmp_path):
 def test_pointers_are_64_bit():
     lengths = np.array([2**30, 2**30, 2**30, 1], dtype=np.int32)  # 6 GiB of int32 tokens
     assert files.pointers_of(lengths, 4).tolist() == [0, 2**32, 2**33, 3 * 2**32]
+
+
+def test_the_writers_pointers_are_64_bit_over_several_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_writer, "STEP", 2)  # lengths that are held in memory at a time
+    lengths = np.array([2**30, 2**31 - 1, 5, 2**30, 7], dtype="<i4")
+    with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
+        builder._write("lengths", lengths)  # as if so many tokens had been written
+        builder._write("documents", np.ones(5, dtype="<i4"))
+        builder.position()
+        builder._write_index(5, 5)
+        index = Path(builder.working_path("idx")).read_bytes()[files.HEADER.size:]
+        builder.abort()
+    assert np.frombuffer(index, "<i8", 5, 20).tolist() == [0, *(4 * np.cumsum(lengths.astype(np.int64))[:-1])]
+    assert np.frombuffer(index, "<i8", 6, 60).tolist() == list(range(6))
 
 
 def test_index_of_millions_of_documents_is_vectorised(tmp_path):

@@ -43,7 +43,7 @@ def null_job(skip: bool = False) -> Job:
 
 def preprocess(paths: list[str], prefix: str, job: Job, workers: int = 1,
                progress: Callable[[int, Summary], None] = lambda count, summary: None, **output: Any) -> Summary:
-    return Preprocessor(find_parts(paths), job, Output(prefix, **output), progress).run(workers)
+    return Preprocessor(find_parts(paths), job, Output(prefix, **output)).run(workers, progress)
 
 
 @pytest.mark.parametrize("name, data, vocab_size, source, keys, eod", [
