@@ -17,7 +17,7 @@ MUST_MATCH = (
 
 #: Fields that decide which tokens a sample number stands for.
 ORDERS_DATA = ("seed", "split", "data_path", "train_data_path", "dataset_provider", "dataset_arguments",
-               "dataloader_type")
+               "dataloader_type", "pack_documents")
 
 #: Fields that may change on resume; the log names each change.
 MAY_CHANGE = (
@@ -27,6 +27,7 @@ MAY_CHANGE = (
     ("data", "data_path"), ("data", "train_data_path"), ("data", "dataset_provider"), ("data", "dataset_arguments"),
     ("data", "dataloader_type"), ("data", "eod_mask_loss"),
     ("data", "reset_position_ids"), ("data", "reset_attention_mask"), ("data", "document_boundaries"),
+    ("data", "pack_documents"),
     ("optimizer", "adam_beta1"), ("optimizer", "adam_beta2"), ("optimizer", "adam_eps"),
     ("optimizer", "sgd_momentum"), ("optimizer", "clip_grad"),
     ("train", "global_batch_size"), ("train", "seed"), ("precision", "bf16"),

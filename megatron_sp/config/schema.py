@@ -215,6 +215,9 @@ class Data:
     document_boundaries: str = flag("index", "What tells --reset-position-ids and --reset-attention-mask where "
                                              "documents end: the index of the data, which costs no reading, or the "
                                              "end-of-document tokens (eod), as in Megatron.", choices=("index", "eod"))
+    pack_documents: str = flag("", "Make samples of whole documents (best-fit) instead of cutting a row of documents; "
+                                   "what stays free in a sample is padding without a loss. Default: cut the row, as "
+                                   "Megatron does.", choices=("best-fit",))
     tokenizer_type: str = flag("GPT2BPETokenizer", "Kind of tokenizer.", choices=(
         "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
         "HuggingFaceTokenizer", "HFTokenizer", "PretrainedFromHF", "TikTokenizer", "NullTokenizer"))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_sp.data.documents import IGNORE_DOCUMENTS, Documents, attention_work
-from megatron_sp.data.gpt_dataset import Dataset
+from megatron_sp.data.gpt_dataset import Dataset, unlabelled
 from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.errors import DataError
 from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
@@ -124,6 +124,7 @@ class BatchReader:
                 here = slice(column, column + stop - start)
                 tokens[row, here], labels[row, here] = window[:-1], window[1:]
                 column = here.stop
+            labels[row, np.isin(self.places, unlabelled(self.dataset, sample))] = IGNORED
         if self.masked_input is not None:
             labels[tokens == self.masked_input] = IGNORED
         positions, mask = self._place_documents(samples)

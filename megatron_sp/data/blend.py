@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_sp.config.cli.values import parse_words
-from megatron_sp.data.gpt_dataset import Dataset, check_window
+from megatron_sp.data.gpt_dataset import Dataset, check_window, unlabelled
 from megatron_sp.data.index_cache import Arrays, IndexCache
 from megatron_sp.errors import DataError
 from megatron_sp.progress import progress_bar
@@ -235,6 +235,10 @@ class BlendedDataset:
         """Return the positions at which documents start, int64, ascending from 0."""
         check_window(self, sample, 0, 0)
         return self.datasets[int(self.dataset_index[sample])].document_starts(int(self.dataset_sample_index[sample]))
+
+    def unlabelled(self, sample: int) -> np.ndarray:
+        """Return the positions without a label, int64, ascending."""
+        return unlabelled(self.datasets[int(self.dataset_index[sample])], int(self.dataset_sample_index[sample]))
 
     def source(self, sample: int) -> str:
         """Return the path of the file that holds a sample, for messages."""

@@ -14,10 +14,11 @@ from megatron_sp.config.schema import Data
 from megatron_sp.data import blend as blends
 from megatron_sp.data import own_data
 from megatron_sp.data.blend import Blend, BlendedDataset, cached_order, member_sizes, parse_data_path
-from megatron_sp.data.gpt_dataset import Dataset, GPTDataset, check_window
+from megatron_sp.data.gpt_dataset import Dataset, GPTDataset, check_window, unlabelled
 from megatron_sp.data.index_cache import IndexCache
-from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.indexed_dataset import IndexedDataset, TokenSequences
 from megatron_sp.data.mock import MockDataset
+from megatron_sp.data.packing import PackedDataset
 from megatron_sp.errors import DataError
 from megatron_sp.layout.document_split import SPLITS, empty_split_problem, parse_split, split_bounds
 from megatron_sp.progress import progress_bar
@@ -210,8 +211,8 @@ class _Builder:
         dataset: Dataset
         if isinstance(provided, own_data.OwnDocuments):
             path = self.data.data_cache_path
-            dataset = GPTDataset(provided, np.arange(len(provided)), num_samples, request.seq_length, self.seed,
-                                 request.split, IndexCache(path, required=bool(path)))
+            dataset = self._samples(provided, np.arange(len(provided)), num_samples, request.split,
+                                    IndexCache(path, required=bool(path)))
         else:
             dataset = own_data.as_samples(provided, request, self.data.dataset_provider, num_samples)
         return CyclicDataset(dataset, self.seed) if cyclic else dataset
@@ -234,8 +235,13 @@ class _Builder:
             bounds = found
         if count and split and (problem := empty_split_problem(prefix, name, split, len(indexed))):
             raise DataError(problem)
-        return GPTDataset(indexed, np.arange(*bounds), count, self.data.seq_length, self.seed, name,
-                          self._cache(prefix))
+        return self._samples(indexed, np.arange(*bounds), count, name, self._cache(prefix))
+
+    def _samples(self, documents: TokenSequences, ids: np.ndarray, count: int | None, name: str,
+                 cache: IndexCache) -> Dataset:
+        """Make samples of documents: cut a row of them, or pack them (``--pack-documents``)."""
+        kind = PackedDataset if self.data.pack_documents else GPTDataset
+        return kind(documents, ids, count, self.data.seq_length, self.seed, name, cache)
 
     def _cache(self, prefix: str) -> IndexCache:
         beside = os.path.join(os.path.dirname(os.path.abspath(prefix)), "cache", "megatron_sp")
@@ -278,6 +284,10 @@ class CyclicDataset:
         """Return the positions at which documents start, int64, ascending from 0."""
         check_window(self, sample, 0, 0)
         return self.dataset.document_starts(self._inner(sample))
+
+    def unlabelled(self, sample: int) -> np.ndarray:
+        """Return the positions without a label, int64, ascending."""
+        return unlabelled(self.dataset, self._inner(sample))
 
     def source(self, sample: int) -> str:
         """Return the path of the file that holds a sample, for messages."""

@@ -44,6 +44,12 @@ def check_window(dataset: Dataset, sample: int, start: int, stop: int) -> None:
         raise IndexError(f"tokens [{start}, {stop}) of a sample of {dataset.seq_length} + 1 tokens")
 
 
+def unlabelled(dataset: Dataset, sample: int) -> np.ndarray:
+    """Return the positions of a sample without a label, int64, ascending: none, where a dataset has no such method."""
+    positions = getattr(dataset, "unlabelled", None)
+    return np.empty(0, dtype=np.int64) if positions is None else positions(sample)
+
+
 class GPTDataset:
     """Samples in the order that Megatron-core's GPTDataset has for the same seed, sizes and documents.
 

@@ -117,6 +117,9 @@ def _with_settings_of_proof(run: Run) -> tuple[Run, list[str]]:
             parallel = replace(parallel, zero_stage=1, fsdp_size=1)
         notes.append(f"{run.precision.dtype} is proven in float64, since rounding would hide errors; then compared "
                      f"roughly in {run.precision.dtype}.")
+    if run.data.pack_documents:
+        notes.append(f"samples are cut out of a row of documents, without --pack-documents {run.data.pack_documents}, "
+                     "which changes the tokens that are read and not what is computed from them.")
     if run.train.rampup_batch_size or run.train.step_batch_size_schedule:
         notes.append("the final global batch size is proven, not its ramp-up.")
     run = replace(

@@ -167,6 +167,11 @@ def advice(run: Run) -> list[str]:
             run.data.reset_position_ids or run.data.reset_attention_mask):
         notes.append(f"--document-boundaries {run.data.document_boundaries} has no effect without --reset-position-ids "
                      "or --reset-attention-mask.")
+    if run.data.pack_documents and run.data.mock_data:
+        notes.append(f"--pack-documents {run.data.pack_documents} has no effect with --mock-data.")
+    if run.data.pack_documents and run.data.dataset_provider:
+        notes.append(f"--pack-documents {run.data.pack_documents} has an effect only where --dataset-provider returns "
+                     "documents.")
     if run.checkpoint.finetune and not run.checkpoint.load:
         notes.append("--finetune has no effect without --load.")
     if not run.checkpoint.load_optimizer and not run.checkpoint.load:

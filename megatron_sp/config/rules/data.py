@@ -29,6 +29,9 @@ def check_data(run: Run) -> list[str]:
     elif any(per_split.values()) and not data.train_data_path and not run.train.skip_train:
         found.append("--train-data-path is required with --valid-data-path and --test-data-path.")
     found += _split(data.split) + _provider(data.dataset_provider, data.dataset_arguments)
+    if data.pack_documents and data.document_boundaries == "eod":
+        found.append(f"--pack-documents {data.pack_documents} needs --document-boundaries index: it packs documents of "
+                     "the index, and no token says where padding begins.")
     for flag, paths in (("--data-path", data.data_path), *per_split.items()):
         found += _named_problems(flag, paths) if flag == "--valid-data-path" else data_path_problems(flag, paths)
     return found

@@ -107,6 +107,7 @@ SETS = """
 --optimizer sgd                             optimizer.optimizer='sgd'
 --override-lr-scheduler                     schedule.override_opt_param_scheduler=True
 --override-opt_param-scheduler              schedule.override_opt_param_scheduler=True
+--pack-documents best-fit                   data.pack_documents='best-fit'
 --pipeline-model-parallel-size 2            parallel.pp=2
 --position-embedding-type rope              model.position_embedding_type='rope'
 --qk-layernorm                              model.qk_layernorm=True
