@@ -9,14 +9,14 @@ import time
 from megatron_sp.checkpoint.checkpoint_args import with_checkpoint_args
 from megatron_sp.config.cli.plan_flags import split_plan_flags
 from megatron_sp.config.load import load_run
-from megatron_sp.runtime import launch_environment, run_program
+from megatron_sp.runtime import launch_environment, planning_environment, run_program
 from megatron_sp.train.signals import StopSignals
 
 
 def main(argv: list[str]) -> int:
     started = time.monotonic()
-    environment = launch_environment()
     plan, argv = split_plan_flags(argv)
+    environment = launch_environment() if plan is None else planning_environment()
     if plan is not None:
         from megatron_sp.plan.dry_run import dry_run
 

@@ -32,7 +32,10 @@ sys.path.insert(0, str(ROOT))
 from megatron_sp.config.load import load_run  # noqa: E402
 from megatron_sp.config.resolve import with_vocab  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
+from megatron_sp.output_files import complete_file  # noqa: E402
+from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.plan.memory import predict  # noqa: E402
+from megatron_sp.runtime import run_program  # noqa: E402
 
 VOCAB = 16000
 MODEL = ("--num-layers 3 --hidden-size 768 --num-attention-heads 12 --group-query-attention --num-query-groups 4 "
@@ -157,11 +160,7 @@ def technique(name: str, lengths: list[int], scratch: Path) -> dict[str, Any]:
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the measured memory as points and the predicted memory as lines, and write the picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 6))
     colours = [f"C{index}" for index in range(10)]
     for colour, (name, result) in zip(colours, results.items()):
@@ -176,10 +175,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130, flag="--json")
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 6144], help="sequence lengths "
                         "(default: %(default)s; techniques that need little memory take twice that)")
@@ -187,15 +186,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/memory.json",
                         help="write the figures here, and the picture beside it (default: %(default)s)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.child is not None:
         found = child(arguments.child, arguments.lengths[0])
         arguments.json.with_name(f"{arguments.json.name}.{int(found['rank'])}").write_text(json.dumps(found))
-        return
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        return 0
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)     # the measured processes write beside the file
     results = {name: technique(name, arguments.lengths, arguments.json.with_suffix(".part"))
                for name in (arguments.only or TECHNIQUES)}
-    arguments.json.write_text(json.dumps({"model": MODEL, "techniques": results}, indent=1))
+    with complete_file(arguments.json, "--json") as file:
+        file.write(json.dumps({"model": MODEL, "techniques": results}, indent=1).encode("utf-8"))
     print("\ntechnique                              slope measured  predicted          peak")
     wrong = []
     for name, result in results.items():
@@ -205,8 +205,8 @@ def main() -> None:
             wrong.append(name)
     draw(results, arguments.json.with_suffix(".png"))
     print(f"outside the limits: {', '.join(wrong)}" if wrong else "all within the limits")
-    sys.exit(bool(wrong))
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -41,10 +41,19 @@ train() {
     command+=("${MODEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "$@" --save "$OUTPUT_DIR/$name" --save-interval 1000000)
     if [ "${DRY_RUN:-0}" = 1 ]; then printf '%q ' "${command[@]}" && echo && return; fi
     echo "== $name"
-    "${command[@]}" | grep -E "iteration +[0-9]+/|saved" | tail -n 2
+    RUNS+=("$OUTPUT_DIR/$name")
+    "${command[@]}" | awk '/iteration +[0-9]+\// { step = $0; sub(/^[^|]*iteration +/, "", step); if (step % 10 == 1) print; fflush() }'
 }
+RUNS=()
+if [ "${DRY_RUN:-0}" != 1 ] && [ ! -f "${DATA[1]}.idx" ]; then
+    echo "no token files ${DATA[1]}: run examples/quickstart.sh first, or name yours with DATA_PREFIX and TOKENIZER_MODEL" >&2
+    exit 2
+elif [ "${DRY_RUN:-0}" != 1 ] && [ -e "$OUTPUT_DIR" ]; then
+    echo "OUTPUT_DIR=$OUTPUT_DIR exists: remove it, or choose another for a new study" >&2
+    exit 2
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$SIZE" = reduced ]; then train one-process 1; else train no-ulysses-zero1 "$RANKS" --zero-stage 1; fi
 for stage in 1 2 3; do train "ulysses4-zero$stage" "$RANKS" --ulysses-size 4 --zero-stage "$stage"; done
 if [ "${DRY_RUN:-0}" = 1 ]; then exit 0; fi
-"$PYTHON" "$ROOT/tools/plot_run.py" "$OUTPUT_DIR"/* --output "$OUTPUT_DIR/convergence.png"
+"$PYTHON" "$ROOT/tools/plot_run.py" --compare "${RUNS[@]}" --output "$OUTPUT_DIR/convergence.png"

@@ -7,6 +7,12 @@
 # Tensor parallelism stays inside a node where that fits an A100 with 40 GiB; else it has the smallest size that fits, and
 # DEVICE is the first of A100-40, A100-80 and H200 that holds it. Planned with DRY_RUN=1, not measured.
 # The environment variables are those of examples/paper_settings.sh.
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then # run, not sourced by a launch script
+    echo "examples/megatron_sp_settings.sh only sets the flags of another script; use it as SETTINGS:" >&2
+    echo "    SETTINGS=examples/megatron_sp_settings.sh sbatch examples/slurm_pretrain.sh" >&2
+    echo "    DRY_RUN=1 SETTINGS=examples/megatron_sp_settings.sh bash examples/slurm_pretrain.sh    # print the command and its plan" >&2
+    exit 2
+fi
 set -euo pipefail
 given_device=${DEVICE:-}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"

@@ -15,6 +15,12 @@
 #   ITERATIONS  steps of the whole run                                         (default: 1000)
 #   NODES       nodes that DRY_RUN=1 plans for; in a job Slurm's number counts (default: 8 for 1.2b, 4 for 7b, 8 for 30b)
 #   DEVICE      device that DRY_RUN=1 plans for                                (default: A100-40)
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then # run, not sourced by a launch script
+    echo "examples/paper_settings.sh only sets the flags of another script; use it as SETTINGS:" >&2
+    echo "    SETTINGS=examples/paper_settings.sh sbatch examples/slurm_pretrain.sh" >&2
+    echo "    DRY_RUN=1 SETTINGS=examples/paper_settings.sh bash examples/slurm_pretrain.sh    # print the command and its plan" >&2
+    exit 2
+fi
 set -euo pipefail
 SIZE=${SIZE:-1.2b}
 SEQ_LENGTH=$(($(sed 's/K$/*1024/; s/M$/*1048576/' <<<"${SEQ_LENGTH:-32K}")))

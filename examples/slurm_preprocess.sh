@@ -41,7 +41,7 @@ fi
 SHARDS=${SHARDS:-$TASKS}
 
 if [ "$TASK" -ge "$SHARDS" ]; then
-    echo "no share for task $TASK of $SHARDS: tasks are numbered from 0" >&2
+    echo "no share for task $TASK of $SHARDS: tasks are numbered from 0; start them with --array=0-$((SHARDS - 1))" >&2
     exit 2
 fi
 

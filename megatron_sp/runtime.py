@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron_sp.check_in import check_in
 from megatron_sp.errors import ConfigError, PeerLostError, UserError
-from megatron_sp.launchers import Environment, read_environment
+from megatron_sp.launchers import OTHER_LAUNCHERS, TORCHRUN, Environment, read_environment
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,20 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> Environmen
         ConfigError: the launcher's variables are incomplete or contradict each other.
     """
     return read_environment(os.environ if variables is None else variables)
+
+
+def planning_environment() -> Environment:
+    """Return what the launcher says about a process that only plans and starts nothing.
+
+    Without a launcher, WORLD_SIZE alone is the number of processes to plan for.
+
+    Raises:
+        ConfigError: the launcher's variables are incomplete or contradict each other.
+    """
+    ranks = [name for launcher in (TORCHRUN, *OTHER_LAUNCHERS) for name in launcher.rank]
+    if any(os.environ.get(name) for name in ranks) or not announced_world_size():
+        return launch_environment()
+    return Environment(world_size=announced_world_size())
 
 
 def announced_world_size() -> int:
@@ -147,8 +162,12 @@ def meet(environment: Environment, timeout: timedelta) -> dist.Store:
     import torch.distributed as dist
 
     holds_store = environment.rank == 0 and not environment.launcher_holds_store
+    # torchrun has let its nodes meet and numbered the ranks; other ranks check in below, which names those missing.
     store = dist.TCPStore(environment.address, environment.port, environment.world_size, is_master=holds_store,
-                          timeout=timeout, multi_tenant=True)
+                          timeout=timeout, multi_tenant=True, wait_for_workers=environment.launcher_holds_store)
+    if not environment.launcher_holds_store:
+        check_in(store, environment.rank, environment.world_size, timeout,
+                 lambda line: print(line, file=sys.stderr, flush=True))
     if environment.local_world_size == environment.world_size:
         return dist.PrefixStore(f"attempt {environment.attempt}", store)
     return store

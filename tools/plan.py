@@ -22,8 +22,10 @@ from megatron_sp.config.load import load_run  # noqa: E402
 from megatron_sp.config.resolve import with_vocab  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
+from megatron_sp.output_files import complete_file  # noqa: E402
+from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.plan.devices import DEVICES, GIB, Device, find_device, parse_size  # noqa: E402
-from megatron_sp.plan.memory import COMPONENTS, predict  # noqa: E402
+from megatron_sp.plan.memory import COMPONENTS, LABELS, predict  # noqa: E402
 from megatron_sp.plan.report import parameters, with_length  # noqa: E402
 from megatron_sp.plan.search import USABLE, Candidate, reason, search  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
@@ -125,26 +127,20 @@ def _without(words: list[str], flags: set[str]) -> list[str]:
 
 def draw(plan: Candidate, device: Device, output: Path) -> None:
     """Draw how the predicted memory of a plan, split into components, grows with the sequence length."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; pip install matplotlib, or leave the flag out") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     lengths = [plan.length * part // 16 for part in range(1, 21)]
     step = max(1, plan.run.parallel.sp * 2 * plan.run.parallel.tp)
     lengths = sorted({max(step, length // step * step) for length in lengths})
     plans = [predict(with_length(plan.run, length), device=device.kind) for length in lengths]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.stackplot(lengths, [[each.components[name] / GIB for each in plans] for name in COMPONENTS], labels=COMPONENTS,
+    axes.stackplot(lengths, [[each.components[name] / GIB for each in plans] for name in COMPONENTS],
+                   labels=[LABELS.get(name, name) for name in COMPONENTS],
                    colors=pyplot.colormaps["tab10"].colors)
     axes.axhline(device.memory / GIB, color="black", linestyle="--", linewidth=1, label=f"{device.name}")
     axes.set(xlabel="tokens in the sequence", ylabel="GiB on a device", title=" ".join(plan.flags))
     axes.title.set_fontsize(8)
     axes.legend(loc="upper left", fontsize=8)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=130)
+    save_picture(figure, output, dpi=130, flag="--plot")
 
 
 def main(argv: list[str]) -> int:
@@ -171,9 +167,10 @@ def main(argv: list[str]) -> int:
         print(f"{parameters(run) / 1e9:.3f} B parameters on {own.devices} x {device.name}, global batch "
               f"{run.train.global_batch_size}; {len(plans)} plans fit")
         print(table(best, device))
-        print(reason(plans[0], plans[1:], longest=own.max_seq_length))
+        print("\n".join([reason(plans[0], plans[1:], longest=own.max_seq_length), *best[0].memory.notes]))
     if own.output:
-        own.output.write_text(launch_script(best[0], words, own.devices_per_node))
+        with complete_file(own.output, "--output") as file:
+            file.write(launch_script(best[0], words, own.devices_per_node).encode("utf-8"))
         print(f"wrote {own.output}", file=sys.stderr)
     if own.plot:
         draw(best[0], device, own.plot)

@@ -5,6 +5,11 @@ Example:
 
     python tools/plot_run.py runs/a "long context=runs/b" --output ab.png
 
+    python tools/plot_run.py --compare runs/one_process runs/ulysses --output difference.png
+
+--compare shows whether runs compute the same: their losses in one panel, and the distance of each from the first run in
+another.
+
 A run is named by its file metrics.jsonl or by the directory that holds the file. NAME= before it sets its name in the
 picture.
 """
@@ -164,6 +169,55 @@ def draw(runs: list[RunMetrics], output: Path, *, x: str = "consumed_tokens", lo
     save_picture(figure, output)
 
 
+def differences(first: RunMetrics, other: RunMetrics) -> list[Point]:
+    """Return (iteration, absolute difference of the losses) for each iteration that both runs have logged.
+
+    Raises:
+        DataError: they have no iteration in common.
+    """
+    mine = dict(first.series("lm_loss", "iteration"))
+    found = [(step, abs(loss - mine[step])) for step, loss in other.series("lm_loss", "iteration") if step in mine]
+    if not found:
+        raise DataError(f"{first.name} and {other.name} have logged no loss of the same iteration; give runs of the "
+                        "same length, or leave out --compare")
+    return found
+
+
+def compared(first: RunMetrics, others: list[RunMetrics]) -> list[str]:
+    """Return a line for each other run: its largest difference from the first run, and in which iteration."""
+    lines = []
+    for run in others:
+        points = differences(first, run)
+        step, largest = max(points, key=lambda point: point[1])
+        lines.append(f"{run.name}: over {len(points)} iterations the loss differs from {first.name} by at most "
+                     f"{largest:.2g} (iteration {step:.0f})")
+    return lines
+
+
+def draw_comparison(runs: list[RunMetrics], output: Path, title: str = "") -> None:
+    """Draw the losses of runs over the iterations, and below how far each is from the first run, to a PNG.
+
+    Raises:
+        DataError: matplotlib is missing, the runs have no iteration in common, or the output cannot be written.
+    """
+    pyplot = load_pyplot()
+    figure, (loss, distance) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1),
+                                               constrained_layout=True)
+    for index, run in enumerate(runs):
+        # Each run has a thinner line than the one below it, so that curves which coincide can all be seen.
+        style = {"color": f"C{index}", "label": run.name, "linewidth": 1.5 + 2.5 * (len(runs) - 1 - index)}
+        _line(loss, run.series("lm_loss", "iteration"), **style)
+        if index:
+            _line(distance, differences(runs[0], run), **style)
+    loss.set(ylabel="loss, nats per token", title=title or ", ".join(run.name for run in runs))
+    distance.set(ylabel=f"distance from\n{runs[0].name}", xlabel="iteration")
+    distance.set_ylim(bottom=0)
+    for axis in (loss, distance):
+        axis.grid(alpha=0.3)
+    loss.legend(frameon=False)
+    save_picture(figure, output, dpi=100)
+
+
 def _limit_loss_axis(axis: Axes, runs: list[RunMetrics], x: str, references: list[float]) -> None:
     """Fit the loss axis to the values after the first tenth of each run.
 
@@ -218,6 +272,9 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="metrics.jsonl, or the directory that holds it")
     group.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to write")
     group = parser.add_argument_group("picture")
+    group.add_argument("--compare", action="store_true",
+                       help="draw only the loss over the iterations and its distance from the first run, and print the "
+                            "largest distance of each run; only --title goes with it")
     group.add_argument("--x", default="consumed_tokens", choices=("consumed_tokens", "consumed_samples", "iteration"),
                        help="what the horizontal axes show (default: %(default)s)")
     group.add_argument("--log-x", action="store_true",
@@ -235,7 +292,14 @@ def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
     if arguments.smooth < 0:
         raise ConfigError(f"--smooth {arguments.smooth} must be at least 0")
+    if arguments.compare and len(arguments.runs) < 2:
+        raise ConfigError("--compare needs two runs or more: the first, and those to compare with it")
     runs = [read_run(argument) for argument in arguments.runs]
+    if arguments.compare:
+        lines = compared(runs[0], runs[1:])
+        draw_comparison(runs, arguments.output, arguments.title)
+        print("\n".join([*lines, f"picture: {arguments.output}"]))
+        return
     draw(runs, arguments.output, x=arguments.x, log_x=arguments.log_x, window=arguments.smooth,
          references=arguments.reference, title=arguments.title)
     for run in runs:

@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
 """Prove on CPUs that a run in some parallel layout trains as one process would, before a cluster runs it.
 
-usage: verify_layout.py [--world-size N] FLAGS OF pretrain_gpt.py
-
-Example:
-
-    python tools/verify_layout.py --world-size 64 --ulysses-size 4 --zero-stage 3 --model-preset llama3-8b \\
-        --seq-length 131072 --global-batch-size 16 --train-iters 1000 --lr 3e-5 --bf16 --mock-data --vocab-size 128256
-
---world-size N: number of processes of the real run (default: the variable WORLD_SIZE, else the product of the
-parallel degrees).
+usage: verify_layout.py [-h] [--world-size N] FLAGS OF pretrain_gpt.py
 
 The tool makes the run small in such a way that it still takes the same branches of the code. It trains the small run
 on at most 16 processes of this machine, through the data reader, trainer and optimizer of real training: in float64
@@ -18,7 +10,19 @@ a plain model on one process: loss, learning rate, gradient norm, every gradient
 evaluation; half precision is compared with a large tolerance. If one model replica needs more than 16 processes, the
 tool shrinks the parallel degrees and prints which. It needs no data, tokenizer or GPU.
 
-Exit status: 0 PASS, 1 FAIL, 2 nothing could be proven (wrong flags, or a run that is too large to prove here).
+options:
+  -h, --help        show this help message and exit
+  --world-size N    number of processes of the real run (default: the variable WORLD_SIZE, else the product of the
+                    parallel degrees)
+
+example:
+  python tools/verify_layout.py --world-size 64 --ulysses-size 4 --zero-stage 3 --model-preset llama3-8b \\
+      --seq-length 131072 --global-batch-size 16 --train-iters 1000 --lr 3e-5 --bf16 --mock-data --vocab-size 128256
+
+exit status:
+  0  PASS
+  1  FAIL
+  2  nothing could be proven: wrong flags, or a run that is too large to prove here
 """
 
 from __future__ import annotations

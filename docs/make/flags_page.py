@@ -67,7 +67,7 @@ def render() -> str:
         parts.append(f"## {title}\n\n" + _table(("flag", "value", "default", "meaning"), rows))
     parts.append("## Plan instead of training\n\n" + _table(
         ("flag", "value", "meaning"),
-        [(f"`{name}`", _arity(nargs), text) for name, (nargs, text) in PLAN_FLAGS.items()]))
+        [(f"`{name}`", metavar or "switch", text) for name, (metavar, text) in PLAN_FLAGS.items()]))
     own = [(f"`{name}`", _arity(entry.nargs), entry.help) for name, entry in foreign_flags().items() if name in OWN]
     parts.append("## Further spellings\n\n[Flags of Megatron and DeepSpeed](megatron-flags.md) lists those of other "
                  "frameworks.\n\n" + _table(("flag", "value", "meaning"), own))
@@ -103,9 +103,8 @@ def answers() -> dict[str, tuple[str, str]]:
 
 def _option_row(option: Option) -> tuple[str, ...]:
     names = (option.off,) if option.off else option.names
-    help_text = f"Switch off: {option.help}" if option.off else option.help
     default = default_in_words(option)
-    return (", ".join(f"`{name}`" for name in names), _value(option), f"`{default}`" if default else "", help_text)
+    return (", ".join(f"`{name}`" for name in names), _value(option), f"`{default}`" if default else "", option.help)
 
 
 def _value(option: Option) -> str:

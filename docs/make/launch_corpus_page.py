@@ -30,7 +30,7 @@ from megatron_sp.runtime import run_program  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "launch-corpus.md"
 #: Numbers of processes that are tried for a command line, nearest to its own first.
-WORLDS_TRIED = 64
+WORLDS_TRIED = 200
 OTHER = "another reason"
 #: Kind of refusal -> what its message contains. The kinds were chosen by reading the messages.
 REFUSALS = {
@@ -40,7 +40,6 @@ REFUSALS = {
     "fp8": r"fp8 is not supported",
     "separate learning rate of the embedding": r"--decoupled-",
     "muP": r"--mup",
-    "attention within documents (not available yet)": r"--reset-(position-ids|attention-mask)",
     "a number below 1 where a count is needed": r"must be at least 1",
     "a batch that grows beside --train-iters": r"--rampup-batch-size .* needs --train-samples",
     "a batch that grows in steps that do not divide": r"--rampup-batch-size .* is not a multiple",

@@ -9,7 +9,9 @@ from dataclasses import replace
 from megatron_sp.config.cli.flags import Parsed, parse
 from megatron_sp.config.resolve import resolve
 from megatron_sp.config.rules.checks import advice, check_problems
+from megatron_sp.config.rules.data import source_problem
 from megatron_sp.config.rules.files import file_problems
+from megatron_sp.config.rules.sizes import check_batch, check_parallel
 from megatron_sp.config.schema import Run
 from megatron_sp.config.vocabulary import with_usual_vocabulary
 from megatron_sp.errors import ConfigError
@@ -42,11 +44,15 @@ def load_run(argv: Sequence[str], world_size: int, files: bool = True, devices_p
     parsed = parse(argv, plan)
     run = resolve(_on_nodes(parsed.run, devices_per_node), world_size)
     found = check_problems(run, plan) + (file_problems(run) if files and not plan else [])
+    if parsed.file_batch and not check_parallel(run) and not check_batch(run):
+        found += parsed.file_batch.problems(max(1, run.parallel.dp))
     problems = parsed.problems + [_in_users_words(problem, parsed) for problem in found
                                   if not _already_reported(problem, parsed)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), parsed.notes)
     notes = parsed.notes + [_in_users_words(note, parsed) for note in advice(run)]
+    if plan and (problem := source_problem(run)):
+        notes.append(f"No part of a plan, but refused in a run: {problem}")
     return with_usual_vocabulary(run, parsed.tokenizer, notes) if plan else (run, notes)
 
 

@@ -70,7 +70,7 @@ class Model:
     apply_layernorm_1p: bool = flag(False, "Store each norm weight minus 1, so that weight decay pulls it towards 1.")
     activation: str = field(default="gelu", metadata=dict(
         help="Activation; set by --swiglu, --squared-relu, --openai-gelu or --quick-gelu."))
-    add_bias_linear: bool = flag(True, "All linear layers have biases.", off="--disable-bias-linear")
+    add_bias_linear: bool = flag(True, "No biases in linear layers.", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "Give the query, key and value projections biases, also when other linear layers "
                                      "have none.")
     qk_layernorm: bool = flag(False, "Normalise queries and keys per head before the rotary embedding.")
@@ -142,9 +142,8 @@ class Parallel:
                                                 "embedding and loss counted.", nargs="*", metavar="N")
     distributed_backend: str = flag("", "Library for communication between ranks; default: nccl with GPUs, else gloo.",
                                     choices=("nccl", "gloo"))
-    shared_memory: bool = flag(True, "CPU ranks of one machine exchange heads and gradients through shared memory "
-                                     "instead of "
-                                     "sockets.", off="--no-shared-memory")
+    shared_memory: bool = flag(True, "CPU ranks of one machine exchange heads and gradients through sockets instead of "
+                                     "shared memory.", off="--no-shared-memory")
     distributed_timeout_minutes: float = flag(10.0, "Minutes after which a rank gives up waiting for the others in a "
                                                     "collective operation.")
     world_size: int = 1
@@ -270,7 +269,8 @@ class Schedule:
                                    choices=("exponential", "linear", "cosine", "minus_sqrt"))
     lr_wsd_decay_iters: int = flag(0, "Iterations of the final decay under --lr-decay-style WSD.")
     lr_wsd_decay_samples: int = flag(0, "Samples of the final decay under --lr-decay-style WSD.")
-    override_opt_param_scheduler: bool = flag(False, "On resume use the command line's schedule, not the checkpoint's.",
+    override_opt_param_scheduler: bool = flag(False, "On resume use the command line's schedule, not the checkpoint's. "
+                                                     "(--override-opt_param-scheduler is Megatron's spelling.)",
                                               "--override-opt_param-scheduler", "--override-lr-scheduler")
     use_checkpoint_opt_param_scheduler: bool = flag(False, "On resume use the checkpoint's schedule.",
                                                     "--use-checkpoint-opt_param-scheduler")
@@ -326,7 +326,8 @@ class Train:
                                      "the two that is installed and agrees with torch, else torch's.",
                               choices=("auto", "torch", "apex", "liger"))
     compile: bool = flag(False, "Compile each layer with torch.compile; both dropouts must be 0.")
-    check_for_nan_in_loss_and_grad: bool = flag(True, "Stop the run when the loss or the gradient norm is not finite.",
+    check_for_nan_in_loss_and_grad: bool = flag(True, "Go on when the loss or the gradient norm is not finite, instead "
+                                                      "of stopping the run.",
                                                 off="--no-check-for-nan-in-loss-and-grad")
 
 
@@ -373,10 +374,10 @@ class Checkpoint:
     save_interval: int = flag(0, "Iterations between checkpoints (required with --save).")
     ckpt_step: int = flag(0, "Load this iteration instead of the newest.")
     finetune: bool = flag(False, "Load only the weights, and start at iteration 0 with a fresh optimizer and schedule.")
-    load_optimizer: bool = flag(True, "The optimizer's state is loaded; without it the run goes on at the checkpoint's "
+    load_optimizer: bool = flag(True, "Do not load the optimizer's state: the run goes on at the checkpoint's "
                                       "iteration with a fresh optimizer.", off="--no-load-optim")
-    save_optimizer: bool = flag(True, "The optimizer's state is saved; a checkpoint without it can be resumed only "
-                                      "with --no-load-optim or --finetune.", off="--no-save-optim")
+    save_optimizer: bool = flag(True, "Do not save the optimizer's state. Such a checkpoint can be resumed only with "
+                                      "--no-load-optim or --finetune.", off="--no-save-optim")
     pretrained_checkpoint: str = flag("", "Directory of the checkpoint whose weights the run starts from when --load "
                                           "has no checkpoint, as with --finetune.")
     load_hf: str = flag("", "Directory of a Hugging Face model (config.json, *.safetensors) whose weights the run "
@@ -437,7 +438,7 @@ class Logging:
     log_world_size_to_tensorboard: bool = flag(False, "Write the number of processes to TensorBoard.")
     log_optimizer_states_to_tensorboard: bool = flag(
         False, "Norms and largest values of the weights and of Adam's moments to TensorBoard, W&B and metrics.jsonl.")
-    log_loss_scale_to_tensorboard: bool = flag(True, "TensorBoard gets the loss scale.",
+    log_loss_scale_to_tensorboard: bool = flag(True, "Keep the loss scale out of TensorBoard.",
                                                off="--no-log-loss-scale-to-tensorboard")
     wandb_project: str = flag("", "Project on Weights & Biases; turns Weights & Biases on.",
                               "--wandb-project", "--wandb-project-name")

@@ -34,6 +34,7 @@ def dry_run(flags: PlanFlags, argv: Sequence[str], world_size: int, devices_per_
     if size > max(1, flags.world_size, world_size):
         notes.append(f"Planned for {size} processes, which one copy of the model needs; --world-size N plans for more.")
     report = plan_run(run, device, run.parallel.devices_per_node or DEFAULT_DEVICES_PER_NODE)
+    notes += report.memory.notes
     if flags.json:
         print(json.dumps(report.to_dict() | {"notes": notes}, indent=1))
         return 0

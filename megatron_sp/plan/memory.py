@@ -44,6 +44,9 @@ FIXED = {"cpu": 0, "gpu": 3 << 30}
 COMPONENTS = ("weights", "gradients", "optimizer states", "gathered weights", "kept activations", "layer working set",
               "keys and values", "loss", "other", "fixed")
 
+#: What people are shown of components whose names say too little.
+LABELS = {"weights": "own fp32 weights", "gathered weights": "weights gathered for use"}
+
 
 @dataclass(frozen=True)
 class MemoryPlan:

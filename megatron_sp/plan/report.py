@@ -20,7 +20,7 @@ from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.plan.communication import Traffic, step_traffic
 from megatron_sp.plan.devices import GIB, Device
 from megatron_sp.plan.flops import repeats_of, sequence_flops
-from megatron_sp.plan.memory import MemoryPlan, predict
+from megatron_sp.plan.memory import LABELS, MemoryPlan, predict
 from megatron_sp.plan.sizes import Weights
 from megatron_sp.plan.step_time import StepTime, predict_step_time
 
@@ -224,9 +224,10 @@ def _memory_lines(report: Report) -> list[str]:
     lines = [f"memory: {_readable(memory.total)} of {device.memory / GIB:.1f} GiB ({device.name}): {verdict}; the "
              f"peak is at the {memory.moment}"
              + (f" on pipeline rank {memory.rank}" if report.run.parallel.pp > 1 else "")]
-    lines += [f"  {name + ' ':.<24} {_readable(size)}" for name, size in memory.components.items() if size]
+    lines += [f"  {LABELS.get(name, name) + ' ':.<26} {_readable(size)}"
+              for name, size in memory.components.items() if size]
     if memory.host:
-        lines.append(f"  {'in host memory ':.<24} {_readable(memory.host)}")
+        lines.append(f"  {'in host memory ':.<26} {_readable(memory.host)}")
     lines.append(f"longest sequence that fits in this layout: {report.longest:,} tokens")
     return lines
 

@@ -129,8 +129,8 @@ def choose_schedule(schedule: Schedule, saved: dict[str, Any], run: Run) -> Sche
     listed = "; ".join(_difference(name, schedule, theirs, saved["config"], run) for name in fields)
     raise CheckpointError(
         f"--load {run.checkpoint.load} was trained with another schedule: {listed}. Give the checkpoint's flags, or "
-        "--override-opt_param-scheduler to use the command line's schedule, or --use-checkpoint-opt_param-scheduler to "
-        "use the checkpoint's")
+        "--override-opt_param-scheduler (Megatron's spelling) to use the command line's schedule, or "
+        "--use-checkpoint-opt_param-scheduler to use the checkpoint's")
 
 
 def _difference(name: str, mine: Schedule, theirs: Schedule, saved: dict[str, Any], run: Run) -> str:

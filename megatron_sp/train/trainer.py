@@ -99,7 +99,8 @@ class Trainer:
         self.stop_reason = self._asked_to_stop()
         if self.is_finished() and not self.run.train.skip_train:
             self.recorder.say(f"nothing to train: iteration {self.state.iteration} of {self.last_iteration} is "
-                              "reached; to train longer give a larger --train-iters and --override-opt_param-scheduler")
+                              "reached; to train longer give a larger --train-iters and --override-opt_param-scheduler "
+                              "(Megatron's spelling)")
         while not self.stop_reason and not self.is_finished():
             self.profiler.before_step(self.state.iteration + 1)
             step = self.train_step()

@@ -145,6 +145,12 @@ def test_fewer_nodes_keep_the_batch(tmp_path: Path) -> None:
     assert (run.parallel.world_size, run.parallel.dp, run.train.global_batch_size) == (8, 1, 8)
 
 
+def test_settings_that_are_run_say_how_they_are_used(tmp_path: Path) -> None:
+    for name in (PAPER, MEGATRON_SP):
+        done = run_program("bash", EXAMPLES / name, cwd=tmp_path)
+        assert done.returncode == 2 and f"SETTINGS=examples/{name} sbatch examples/slurm_pretrain.sh" in done.stderr
+
+
 def test_an_unknown_size_is_refused(tmp_path: Path) -> None:
     done = run_program("bash", EXAMPLES / "slurm_pretrain.sh", cwd=tmp_path, DRY_RUN="1", **settings(PAPER, "9b", "1M"))
     assert done.returncode == 2 and "SIZE=9b is not one of 1.2b, 7b, 30b" in done.stderr
@@ -202,6 +208,14 @@ def test_preprocessing_refuses_shares_that_are_not_clear(variables: dict[str, An
     done = run_program("bash", EXAMPLES / "slurm_preprocess.sh", cwd=tmp_path, DRY_RUN="1", PYTHON="echo",
                        **{"INPUT": "*.jsonl", **variables})
     assert done.returncode == 2 and done.stderr and not done.stdout
+
+
+def test_the_convergence_study_says_what_is_missing(tmp_path: Path) -> None:
+    done = run_program("bash", EXAMPLES / "convergence_study.sh", cwd=tmp_path, DATA_PREFIX="none", PYTHON="echo")
+    assert done.returncode == 2 and "run examples/quickstart.sh first" in done.stderr
+    (tmp_path / "some.idx").touch()
+    done = run_program("bash", EXAMPLES / "convergence_study.sh", cwd=tmp_path, DATA_PREFIX="some", OUTPUT_DIR=".")
+    assert done.returncode == 2 and "OUTPUT_DIR=. exists" in done.stderr
 
 
 def test_evaluation_is_accepted(tmp_path: Path) -> None:

@@ -44,6 +44,22 @@ def test_picture_and_summary_of_two_runs(tmp_path: Path) -> None:
         assert text in done.stdout
 
 
+def test_a_comparison_names_the_largest_difference(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "one/metrics.jsonl", steps(1, 4, 8.0))
+    write(tmp_path / "two/metrics.jsonl", steps(2, 5, 8.2))
+    write(tmp_path / "late/metrics.jsonl", steps(7, 9, 8.0))
+    picture = tmp_path / "d.png"
+    done = run_tool("plot_run.py", "--compare", tmp_path / "one", tmp_path / "two", "--output", picture)
+    assert done.returncode == 0, done.stderr
+    assert "two: over 3 iterations the loss differs from one by at most 0.1 (iteration 2)" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for runs, message in (([tmp_path / "one"], "needs two runs"),
+                          ([tmp_path / "one", tmp_path / "late"], "no loss of the same iteration")):
+        done = run_tool("plot_run.py", "--compare", *runs, "--output", picture)
+        assert done.returncode == 2 and message in done.stderr
+
+
 def test_rows_of_one_iteration_are_one_record(tmp_path: Path) -> None:
     from tools.plot_run import read_run
 

@@ -20,7 +20,8 @@ PROGRAM = re.compile(r"\b(?:tools|examples|benchmarks|tests|docs/make)/[\w/]+\.(
 FOREIGN_FLAGS = set("""--standalone --nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id
     --local-addr --shutdown-timeout --signals-to-handle --max-restarts --master-port --master-addr --local-ranks-filter
     --tee --redirects --log-dir --nodes --signal --ntasks --ntasks-per-node --gpus-per-node --gpus-per-task --pid
-    --kill-on-bad-exit --array --chdir --hostfile --ckpt-convert-format""".split())
+    --kill-on-bad-exit --array --chdir --hostfile --ckpt-convert-format --container-image --prefix
+    --allow-incomplete-ranks""".split())
 
 
 def flags_in(text: str) -> set[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_sp.errors import ConfigError
 from megatron_sp.launchers import Environment
-from megatron_sp.runtime import _lost_peer, announced_world_size, choose_gpu, meet
+from megatron_sp.runtime import _lost_peer, announced_world_size, choose_gpu, meet, planning_environment
 
 
 @pytest.mark.parametrize("error, code, said", [
@@ -126,12 +126,18 @@ def test_an_attempt_does_not_see_the_keys_of_the_one_before() -> None:
 @pytest.mark.parametrize("text", ["x", "0", "-4", "2.5"])
 def test_an_announced_world_size_that_is_no_count_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", text)
-    with pytest.raises(ConfigError, match=f"WORLD_SIZE={text} must be"):
-        announced_world_size()
+    for read in (announced_world_size, planning_environment):
+        with pytest.raises(ConfigError, match=f"WORLD_SIZE={text} must be"):
+            read()
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert announced_world_size() == 16
+    assert planning_environment() == Environment(world_size=16)
+    for name, value in (MEET | {"RANK": "3"}).items():
+        monkeypatch.setenv(name, value)
+    assert planning_environment().rank == 3
+    monkeypatch.delenv("RANK")
     monkeypatch.delenv("WORLD_SIZE")
-    assert announced_world_size() == 0
+    assert announced_world_size() == 0 and planning_environment() == Environment()
 
 
 @pytest.mark.parametrize("said, sign", [

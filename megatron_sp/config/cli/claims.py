@@ -4,9 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_sp.config.cli.values import strip_quotes
+
+
+class FileBatch(NamedTuple):
+    """The batch keys of DeepSpeed's file, 0 where one is absent."""
+
+    file: str
+    whole: int
+    micro: int
+    steps: int
+
+    def problems(self, data_parallel: int) -> list[str]:
+        """Return a problem where the keys contradict each other, which DeepSpeed refuses too.
+
+        Args:
+            data_parallel: ranks with different samples.
+        """
+        if not self.whole or not self.micro:
+            return []
+        steps = self.steps or max(1, self.whole // (self.micro * data_parallel))
+        if self.micro * steps * data_parallel == self.whole:
+            return []
+        times = f" x gradient_accumulation_steps {self.steps}" if self.steps else ""
+        return [f"train_batch_size {self.whole} in {self.file} is not {'' if times else 'a multiple of '}"
+                f"train_micro_batch_size_per_gpu {self.micro}{times} x data-parallel size {data_parallel}, and "
+                "DeepSpeed refuses such a file; correct one of these keys, or leave them out: the flags say the batch."]
 
 
 @dataclass
@@ -22,6 +47,7 @@ class Claims:
         notes: sentences that the user should read once.
         problems: sentences about what is wrong.
         broken: flags that were given with a value that cannot be read.
+        file_batch: the batch that DeepSpeed's file gives, for a check that needs the number of processes.
         plan: the command line is only planned, not run: data, tokenizer and checkpoints do not matter.
     """
 
@@ -30,6 +56,7 @@ class Claims:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    file_batch: FileBatch | None = None
     plan: bool = False
 
     def claim(self, key: str, value: Any, spelling: str) -> None:

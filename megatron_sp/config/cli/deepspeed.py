@@ -10,7 +10,7 @@ import json
 import os
 from typing import Any
 
-from megatron_sp.config.cli.claims import Claims
+from megatron_sp.config.cli.claims import Claims, FileBatch
 from megatron_sp.config.cli.values import strip_quotes
 
 SWITCH, FILE = "--deepspeed", "--deepspeed-config"
@@ -212,11 +212,7 @@ def _batch(config: dict[str, Any], claims: Claims) -> None:
     keys = {"train.global_batch_size": "train_batch_size", "train.micro_batch_size": "train_micro_batch_size_per_gpu",
             "train.gradient_accumulation_steps": "gradient_accumulation_steps"}
     given = {key: value for key, path in keys.items() if (value := _value(config, path, claims, int))}
-    if len(given) == 3:
-        whole, micro, steps = given.values()
-        if whole % (micro * steps):
-            claims.problems.append(f"train_batch_size {whole} in {_file(claims)} is not a multiple of "
-                                   f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps}.")
+    claims.file_batch = FileBatch(_file(claims), *(given.get(key, 0) for key in keys))
     speaks = any(claims.values.get(key) for key in ("train.global_batch_size", "train.step_batch_size_schedule"))
     for key, value in given.items():
         said = claims.claimed(key)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_sp.config.cli import tables
 from megatron_sp.config.cli.answers import accepts_value, answer_tables, report_unknown
-from megatron_sp.config.cli.claims import Claims
+from megatron_sp.config.cli.claims import Claims, FileBatch
 from megatron_sp.config.cli.foreign import PRESET, foreign_flags, translate
 from megatron_sp.config.cli.load_hf import LOAD_HF
 from megatron_sp.config.cli.options import Option, normalise, schema_options, sections
@@ -39,6 +39,7 @@ class Parsed:
         switched: our flag and value (``--num-query-groups 1``) -> the words that mean it (``--group-query-attention``).
         filled: our name of a flag -> the preset that filled it in.
         broken: flags that were given and could not be read; later checks say nothing about them.
+        file_batch: the batch that DeepSpeed's file gives.
         tokenizer: the ``--tokenizer-type`` on the command line, also one of another framework.
         given: fields that some word of the command line sets, as ``section.field``.
     """
@@ -50,6 +51,7 @@ class Parsed:
     switched: dict[str, str]
     filled: dict[str, str]
     broken: set[str]
+    file_batch: FileBatch | None
     tokenizer: str
     given: set[str]
 
@@ -208,7 +210,7 @@ def _build(options: dict[str, Option], claims: Claims) -> Parsed:
     run = Run(**{section: cls(**chosen[section]) for section, cls in sections().items()})
     kind = claims.given.get("--tokenizer-type") or claims.given.get("--patch-tokenizer-type")
     return Parsed(run, claims.notes, claims.problems, spelled, switched, filled, claims.broken,
-                  strip_quotes(kind[0]) if kind else run.data.tokenizer_type,
+                  claims.file_batch, strip_quotes(kind[0]) if kind else run.data.tokenizer_type,
                   {key for key, by_spelling in claims.values.items() if by_spelling})
 
 

@@ -22,10 +22,11 @@ from megatron_sp.config.cli.values import parse_choice, parse_int, parse_words
 
 @dataclass(frozen=True)
 class Foreign:
-    """A spelling that the schema does not declare: how many values it takes, and what it stands for."""
+    """A spelling that the schema does not declare: how many values it takes, what it stands for, and their name."""
 
     nargs: int | str
     help: str
+    metavar: str = "N"
 
 
 PRESET = "--model-preset"
@@ -58,8 +59,8 @@ CP_COMM_TYPES = ("p2p", "a2a", "all_gather", "a2a+p2p", "allgather")
 #: Spellings with a value, or whose meaning depends on other flags; the functions below read them.
 OTHERS: dict[str, Foreign] = {
     "--group-query-attention": Foreign(0, "Use --num-query-groups key/value heads (without it: 1, as in Megatron)."),
-    "--attention-head-type": Foreign(1, "multihead or multiquery (1 key/value head)."),
-    "--glu-activation": Foreign(1, "swiglu: the same as --swiglu."),
+    "--attention-head-type": Foreign(1, "multihead or multiquery (1 key/value head).", metavar="KIND"),
+    "--glu-activation": Foreign(1, "swiglu: the same as --swiglu.", metavar="KIND"),
     "--no-position-embedding": Foreign(0, "No learned positions (none, unless rotary ones are asked for)."),
     "--use-distributed-optimizer": Foreign(0, "ZeRO stage 1 at least."),
     "--overlapped-distributed-optimizer": Foreign(0, "ZeRO stage 1 at least."),
@@ -67,20 +68,21 @@ OTHERS: dict[str, Foreign] = {
     "--use-megatron-fsdp": Foreign(0, "ZeRO by --data-parallel-sharding-strategy (default: stage 3)."),
     "--use-custom-fsdp": Foreign(0, "ZeRO by --data-parallel-sharding-strategy (default: stage 3)."),
     "--data-parallel-sharding-strategy": Foreign(1, "no_shard, optim, optim_grads, optim_grads_params: ZeRO stage 0, "
-                                                    "1, 2, 3."),
+                                                    "1, 2, 3.", metavar="STRATEGY"),
     "--context-parallel-size": Foreign(1, "Ranks that share a sequence: --ring-size, or --ulysses-size with "
                                           "--cp-comm-type a2a."),
-    "--cp-comm-type": Foreign("*", "p2p (ring, the default), a2a (Ulysses), all_gather (run as a2a), a2a+p2p."),
+    "--cp-comm-type": Foreign("*", "p2p (ring, the default), a2a (Ulysses), all_gather (run as a2a), a2a+p2p.",
+                              metavar="KIND"),
     "--hierarchical-context-parallel-sizes": Foreign("*", "U R: Ulysses and ring sizes of --cp-comm-type a2a+p2p."),
     "--no-train": Foreign("?", "The same as --skip-train."),
     "--pipe-parallel-size": Foreign(1, "The same as --pipeline-model-parallel-size."),
-    PRESET: Foreign(1, f"Fill in the model flags that are not given: {', '.join(PRESETS)}."),
+    PRESET: Foreign(1, f"Fill in the model flags that are not given: {', '.join(PRESETS)}.", metavar="NAME"),
     "--num-experts": Foreign("*", "1 is accepted: a dense model."),
     GELU: Foreign(1, "none (exact GELU, the default) or tanh (its approximation, the same as --openai-gelu). Beside "
                      "flags that only Megatron has, models with biases use tanh unless --no-bias-gelu-fusion is given, "
-                     "as in Megatron."),
+                     "as in Megatron.", metavar="KIND"),
     "--deepspeed": Foreign(0, "Take sharding, precision, loss scale and clipping from --deepspeed_config."),
-    "--deepspeed-config": Foreign(1, "DeepSpeed's JSON file; needs --deepspeed."),
+    "--deepspeed-config": Foreign(1, "DeepSpeed's JSON file; needs --deepspeed.", metavar="FILE"),
     "--deepspeed-activation-checkpointing": Foreign(0, "No effect without --checkpoint-activations."),
     "--decoder-first-pipeline-num-layers": Foreign(1, "Layers of the first pipeline rank; the others share the rest "
                                                       "(--pipeline-layers)."),
@@ -101,12 +103,14 @@ OTHERS: dict[str, Foreign] = {
     "--ds-sequence-parallel-fpdt-chunk-size": Foreign(1, "Tokens of a chunk under --ds-sequence-parallel-fpdt; "
                                                          "default: 65536."),
     "--ds-sequence-parallel-fpdt-offloading": Foreign(0, "--offload-key-values, under --ds-sequence-parallel-fpdt."),
-    "--data-args-path": Foreign(1, "File that lists the words of --data-path, on any number of lines."),
+    "--data-args-path": Foreign(1, "File that lists the words of --data-path, on any number of lines.", metavar="FILE"),
     "--per-split-data-args-path": Foreign(1, "JSON file with the words of --train-data-path, --valid-data-path and "
-                                             '--test-data-path: {"train": [...], "valid": [...], "test": [...]}.'),
+                                             '--test-data-path: {"train": [...], "valid": [...], "test": [...]}.',
+                                          metavar="FILE"),
     "--multiple-validation-sets": Foreign(0, "Evaluate each prefix of --valid-data-path as a set of its own, named "
                                              "like its file."),
-    "--profile-steps": Foreign(1, "START,END: the same as --profile-step-start and --profile-step-end."),
+    "--profile-steps": Foreign(1, "START,END: the same as --profile-step-start and --profile-step-end.",
+                               metavar="START,END"),
 }
 
 

@@ -42,13 +42,13 @@ def build_parser() -> argparse.ArgumentParser:
     for option in schema_options().values():
         _add_to_help(groups[option.key.partition(".")[0]], option)
     plans = parser.add_argument_group("Plan: print what a run will do and need, and start nothing")
-    for name, (nargs, text) in PLAN_FLAGS.items():
-        takes: dict[str, Any] = dict(metavar="VALUE") if nargs else dict(action="store_true")
+    for name, (metavar, text) in PLAN_FLAGS.items():
+        takes: dict[str, Any] = dict(metavar=metavar) if metavar else dict(action="store_true")
         plans.add_argument(name, help=text, **takes)
     others = parser.add_argument_group("Spellings of other frameworks")
     for name, entry in foreign_flags().items():
         kwargs: dict[str, Any] = dict(action="store_true") if entry.nargs == 0 else dict(
-            nargs=None if entry.nargs == 1 else "*", metavar="VALUE")
+            nargs=None if entry.nargs == 1 else entry.nargs, metavar=entry.metavar)
         others.add_argument(name, help=entry.help.replace("%", "%%"), **kwargs)
     return parser
 
@@ -59,8 +59,7 @@ def _add_to_help(group: argparse._ArgumentGroup, option: Option) -> None:
     kwargs: dict[str, Any] = dict(dest=option.key.replace(".", "_"), help=text.replace("%", "%%"))
     if option.kind == "bool":
         if option.off:
-            group.add_argument(option.off, action="store_false", **{
-                **kwargs, "help": f"Switch off: {option.help[0].lower()}{option.help[1:]}"})
+            group.add_argument(option.off, action="store_false", **kwargs)
         else:
             group.add_argument(*option.names, action="store_true", **kwargs)
         return

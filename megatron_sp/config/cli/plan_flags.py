@@ -12,15 +12,15 @@ from megatron_sp.config.cli.options import normalise
 from megatron_sp.config.cli.values import parse_int, strip_quotes
 from megatron_sp.errors import ConfigError
 
-#: Flag -> (number of values, help).
-PLAN_FLAGS: dict[str, tuple[int, str]] = {
-    "--dry-run": (0, "Print layout, batch, work, communication, memory and step time of the run, and exit. Needs no "
+#: Flag -> (what its value is called in the help, "" for a switch; help).
+PLAN_FLAGS: dict[str, tuple[str, str]] = {
+    "--dry-run": ("", "Print layout, batch, work, communication, memory and step time of the run, and exit. Needs no "
                      "GPU, data, tokenizer, checkpoint or package of a tracker."),
-    "--world-size": (1, "Number of processes to plan for (default: the launcher's, else as many as one copy of the "
-                         "model needs). Needs --dry-run."),
-    "--device": (1, "Device to plan for, such as A100-80 or H200 (default: H100). Needs --dry-run."),
-    "--device-memory": (1, "Another memory than the device's, such as 80GB or 40GiB. Needs --dry-run."),
-    "--json": (0, "Print the plan as JSON. Needs --dry-run."),
+    "--world-size": ("N", "Number of processes to plan for (default: the launcher's or WORLD_SIZE, else as many as "
+                            "one copy of the model needs). Needs --dry-run."),
+    "--device": ("NAME", "Device to plan for, such as A100-80 or H200 (default: H100). Needs --dry-run."),
+    "--device-memory": ("SIZE", "Another memory than the device's, such as 80GB or 40GiB. Needs --dry-run."),
+    "--json": ("", "Print the plan as JSON. Needs --dry-run."),
 }
 
 

@@ -13,17 +13,9 @@ from megatron_sp.layout.document_split import parse_split
 
 def check_data(run: Run) -> list[str]:
     """Return problems unless there is exactly one source of data, in a form that can be read."""
-    data = run.data
-    per_split = {"--train-data-path": data.train_data_path, "--valid-data-path": data.valid_data_path,
-                 "--test-data-path": data.test_data_path}
-    sources = [name for name, used in (("--mock-data", data.mock_data), ("--data-path", data.data_path),
-                                       ("--dataset-provider", data.dataset_provider),
-                                       (" / ".join(flag for flag, paths in per_split.items() if paths),
-                                        any(per_split.values()))) if used]
-    found = []
-    if len(sources) > 1:
-        found.append(f"{' and '.join(sources)} exclude each other; keep one source of data.")
-    if not sources:
+    data, per_split = run.data, _per_split(run)
+    found = [problem] if (problem := source_problem(run)) else []
+    if not _sources(run):
         found.append("Data is required: --data-path, or --train-data-path with --valid-data-path, or --mock-data, or "
                      "--dataset-provider.")
     elif any(per_split.values()) and not data.train_data_path and not run.train.skip_train:
@@ -51,6 +43,24 @@ def provider_parts(spec: str) -> tuple[str, str]:
     """Return the file or module and the function that ``--dataset-provider`` names; "" for a missing part."""
     place, _, name = spec.rpartition(":")
     return place, name
+
+
+def source_problem(run: Run) -> str:
+    """Return a problem where several flags name the data of training; else ""."""
+    sources = _sources(run)
+    return f"{' and '.join(sources)} exclude each other; keep one source of data." if len(sources) > 1 else ""
+
+
+def _sources(run: Run) -> list[str]:
+    """Return the flags that name data, those of the splits as one."""
+    of_splits = " / ".join(flag for flag, paths in _per_split(run).items() if paths)
+    return [name for name, used in (("--mock-data", run.data.mock_data), ("--data-path", run.data.data_path),
+                                    ("--dataset-provider", run.data.dataset_provider), (of_splits, of_splits)) if used]
+
+
+def _per_split(run: Run) -> dict[str, tuple[str, ...]]:
+    return {"--train-data-path": run.data.train_data_path, "--valid-data-path": run.data.valid_data_path,
+            "--test-data-path": run.data.test_data_path}
 
 
 def _named_problems(flag: str, paths: tuple[str, ...]) -> list[str]:

@@ -25,7 +25,7 @@ def check_model(run: Run) -> list[str]:
         if rotated % 2 or not rotated:
             found.append(f"Rotary positions turn pairs: --rotary-percent {model.rotary_percent:g} of head width "
                          f"{model.kv_channels} is {rotated}, which is not an even number above 0.")
-    if model.max_position_embeddings < run.data.seq_length:
+    if model.max_position_embeddings < run.data.seq_length and not check_sequence(run):
         found.append(f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length "
                      f"{run.data.seq_length}; raise it to {run.data.seq_length} or more.")
     if 0 < model.padded_vocab_size < model.vocab_size:
@@ -105,7 +105,7 @@ def _groups_text(run: Run) -> str:
 
 
 def check_sequence(run: Run) -> list[str]:
-    """The sequence divides evenly over the ranks that share it."""
+    """The sequence divides evenly over the ranks that share it. A length that does not may lack positions, too."""
     parallel, length = run.parallel, run.data.seq_length
     shares = {"--ulysses-size": parallel.ulysses, "--ring-size": parallel.ring}
     step = parallel.sp
@@ -118,8 +118,10 @@ def check_sequence(run: Run) -> list[str]:
     if step < 1 or length < 1 or length % step == 0:
         return []
     said = " x ".join(f"{flag} {size}" for flag, size in shares.items() if size > 1)
-    return [f"--seq-length {length} does not divide into {step} parts ({said}); "
-            f"{nearest(nearest_multiples(length, step), 'length')}."]
+    lengths, positions = nearest_multiples(length, step), run.model.max_position_embeddings
+    longest = f" (from {positions + 1} on also raise --max-position-embeddings {positions})"
+    return [f"--seq-length {length} does not divide into {step} parts ({said}); {nearest(lengths, 'length')}"
+            f"{longest if positions < min(length, max(lengths)) else ''}."]
 
 
 def check_batch(run: Run) -> list[str]:

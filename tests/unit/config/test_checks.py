@@ -106,6 +106,9 @@ def test_sequence_divides():
     problem = one("--seq-length 130 --ulysses-size 4", world=4)
     assert problem == ("--seq-length 130 does not divide into 4 parts (--ulysses-size 4); the nearest valid lengths "
                        "are 128 or 132.")
+    assert one("--seq-length 65 --max-position-embeddings 64 --ulysses-size 2", world=2) == (
+        "--seq-length 65 does not divide into 2 parts (--ulysses-size 2); the nearest valid lengths are 64 or 66 (from "
+        "65 on also raise --max-position-embeddings 64).")
     both = "--seq-length 132 --ulysses-size 4 --tensor-model-parallel-size 2"
     assert not problems(both, world=8)
     assert "128 or 136" in one(both + " --sequence-parallel", world=8)

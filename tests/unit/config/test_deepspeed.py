@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_sp.config.cli.flags import Parsed, parse
+from megatron_sp.config.load import load_run
+from megatron_sp.errors import ConfigError
 
 
 def read(tmp_path: Path, config: Any, flags: str = "") -> Parsed:
@@ -66,8 +68,6 @@ def test_one_note_says_what_counts(tmp_path: Path, config: dict[str, Any], flags
     ({"bf16": {"enabled": False}}, "--bf16", "--bf16 and bf16.enabled false in"),
     ({"zero_optimization": {"stage": 4}}, "", "there are stages 0 to 3"),
     ({"zero_optimization": {"stage": "two"}}, "", "must be a whole number of 0 or more"),
-    ({"train_batch_size": 65, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, "",
-     "train_batch_size 65 in"),
     ({"curriculum_learning": {"enabled": True}}, "", "curriculum_learning.enabled true in"),
     ({"data_types": {"grad_accum_dtype": "fp16"}}, "", "use fp32 or bf16"),
     ("{,}", "", "cannot be read as JSON"),
@@ -76,6 +76,24 @@ def test_one_note_says_what_counts(tmp_path: Path, config: dict[str, Any], flags
 def test_refused_by_name(tmp_path: Path, config: Any, flags: str, part: str) -> None:
     (problem,) = read(tmp_path, config, flags).problems
     assert part in problem
+
+
+@pytest.mark.parametrize("keys, said", [
+    ((64, 2, 8), ""), ((64, 2, 0), ""), ((64, 0, 8), ""), ((0, 2, 3), ""),
+    ((64, 2, 4), "x gradient_accumulation_steps 4 x data-parallel size 4, and DeepSpeed"),
+    ((65, 2, 0), "is not a multiple of train_micro_batch_size_per_gpu 2 x data-parallel size 4")])
+def test_a_batch_that_deepspeed_refuses(tmp_path: Path, keys: tuple[int, int, int], said: str) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    (tmp_path / "ds.json").write_text(json.dumps({name: key for name, key in zip(names, keys, strict=True) if key}))
+    line = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 --train-iters 2 "
+            f"--mock-data --vocab-size 128 --global-batch-size 32 --deepspeed --deepspeed_config {tmp_path}/ds.json")
+    if not said:
+        load_run(line.split(), 4, files=False)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_run(line.split(), 4, files=False)
+    (problem,) = caught.value.problems
+    assert said in problem and f"train_batch_size {keys[0]} in" in problem
 
 
 def test_a_section_that_is_off_is_accepted(tmp_path: Path) -> None:

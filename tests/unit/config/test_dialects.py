@@ -156,7 +156,7 @@ def test_gelu_of_megatrons_flags_is_the_approximation_and_says_so() -> None:
     ("--enable-zb-runtime", "1F1B is run instead, because there is one pipeline stage"),
     ("--recompute-granularity full --recompute-method chunk", "is run as block"),
     ("--distributed-backend ccl", "nccl on GPUs"), ("--dataloader-type external", "refused in a run"),
-    ("--wandb-project=", "--wandb-project is empty"),
+    ("--wandb-project=", "--wandb-project is empty"), ("--data-path x --mock-data", "exclude each other"),
     ("--disable-bias-linear-fc --disable-bias-attn-fc", "--disable-bias-linear --add-qkv-bias"),
 ])
 def test_what_differs_is_said_once(flags: str, said: str) -> None:
