@@ -3,7 +3,7 @@
 #
 #   bash tests/run.sh                        everything but the slow tests: what CI runs
 #   bash tests/run.sh all                    also the slow ones
-#   bash tests/run.sh unit                   one part: unit, distributed, parity, integration, cluster or gpu
+#   bash tests/run.sh unit                   one part: unit, distributed, parity, integration, faults, cluster or gpu
 #   bash tests/run.sh parity-all             300 random layouts against one process; LAYOUTS=n SEED=n choose others
 #   bash tests/run.sh tests/unit/test_x.py -k name    any paths and options of pytest
 #
@@ -23,7 +23,7 @@ slow=(-m "not slow")
 for word in "$@"; do
     case $word in
         all) slow=() ;;
-        unit | distributed | parity | integration | cluster | gpu) arguments+=("tests/$word") ;;
+        unit | distributed | parity | integration | faults | cluster | gpu) arguments+=("tests/$word") ;;
         parity-all) workers=() && arguments+=(tests/parity/test_matrix.py --long "${LAYOUTS:-300}" --long-seed "${SEED:-1}") ;;
         -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) workers=() && arguments+=("$word") ;;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sp.checkpoint import files
+from megatron_sp.checkpoint.inspection import damages_of
 from megatron_sp.checkpoint.saving.plan import Planner, Staging
 from megatron_sp.checkpoint.saving.tensor_file import TensorWriter
 from megatron_sp.checkpoint.state import create_optimizer_state, model_pieces, optimizer_pieces
@@ -27,17 +29,23 @@ from tests.helpers.training import full_tensors, steps, train, train_and_tell
 FLAGS = f"{STYLES['llama']} --hidden-dropout 0.1 --lr 1e-2 --lr-decay-style constant --save-interval 2 --train-iters 7"
 
 
-def train_with_slow_disk(flags: str, seconds: float) -> tuple[str, str]:
-    """Train on this rank; every file of tensors takes some seconds to write."""
+def train_with_slow_disk(flags: str, seconds: float, stopped_rank: int = -1) -> tuple[str, str]:
+    """Train on this rank; every file of tensors takes some seconds to write.
+
+    Args:
+        stopped_rank: a rank that receives SIGTERM while it writes the first file.
+    """
     write = TensorWriter.write
 
     def slowly(self: TensorWriter, *args: Any) -> Any:
+        if dist.get_rank() == stopped_rank:
+            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(seconds)
         return write(self, *args)
 
     TensorWriter.write = slowly  # type: ignore[method-assign,assignment]
     try:
-        return train_and_tell(flags)
+        return train_and_tell(flags, (signal.SIGTERM,))
     finally:
         TensorWriter.write = write  # type: ignore[method-assign]
 
@@ -82,7 +90,7 @@ def staged_bytes(layouts: list[str]) -> list[int]:
 
 
 def test_the_plan_knows_what_a_background_save_copies() -> None:
-    layouts = ["--tensor-model-parallel-size 2", "--zero-stage 0", "--zero-stage 3", "--pipeline-model-parallel-size 2"]
+    layouts = ["--tensor-model-parallel-size 2", "--zero-stage 0"]
     for layout, found in zip(layouts, zip(*run_ranks(staged_bytes, 2, layouts))):
         run = tiny_run([*STYLES["llama"].split(), *layout.split(), "--async-save", "--save", "s",
                         "--save-interval", "1"], 2)
@@ -108,6 +116,32 @@ def test_a_background_save_holds_the_state_of_its_step(tmp_path: Path, world: in
     assert sum("of which training waited" in line for line in lines) == 4
     first = next(index for index, line in enumerate(lines) if "saved" in line)
     assert any("iteration        3/" in line for line in lines[:first]), lines    # step 3 came before the save's end
+
+
+def test_a_signal_during_a_background_save_ends_with_a_complete_checkpoint(tmp_path: Path) -> None:
+    """Rank 1 alone gets the signal. All ranks finish the save under way, save the step they reached, and end well."""
+    flags = f"{FLAGS} --zero-stage 3 --save {tmp_path} --async-save".replace("--train-iters 7", "--train-iters 40")
+    told = run_ranks(train_with_slow_disk, 2, flags, 0.2, 1)
+    assert [error for _, error in told] == ["", ""]
+    reached = int(told[0][0].split("exiting at iteration ")[1].split(":")[0])
+    assert 2 <= reached < 40 and "signal to another rank" in told[0][0]
+    assert files.complete_iterations(tmp_path) == sorted({2, reached})
+    assert files.read_tracker(tmp_path) == reached and not list(tmp_path.glob("iter_*.*"))
+    assert all(damages_of(path) == [] for path in files.complete_checkpoints(tmp_path).values())
+
+
+def test_each_step_is_saved_once(tmp_path: Path) -> None:
+    """Also with accumulation, after a resume at each end, and beside files that are not this program's."""
+    flags = f"{FLAGS} --save {tmp_path} --load {tmp_path} --save-interval 1 --train-iters 3"     # 4 microbatches
+    for name in ("events.out.tfevents.1", "iter_0000009x", "notes"):
+        (tmp_path / name).touch()
+    lines = []
+    for further in ("--exit-interval 1", "--exit-interval 2", "", ""):
+        (text, error), = run_ranks(train_and_tell, 1, f"{flags} {further}")
+        assert error == ""
+        lines.append([line.split("saved ")[1].split(" in ")[0] for line in text.splitlines() if "] saved " in line])
+    assert lines == [[str(tmp_path / files.directory_name(i))] for i in (1, 2, 3)] + [[]]
+    assert [step[0] for step in steps(tmp_path, "iteration")] == [1, 2, 3]
 
 
 def test_old_checkpoints_are_deleted_and_one_always_stays(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,19 @@ def train(flags: str) -> str:
     return train_and_tell(flags)[1]
 
 
-def train_and_tell(flags: str) -> tuple[str, str]:
-    """Train as ``train`` does; return what this rank prints, and the message of the user error, or ""."""
+def train_and_tell(flags: str, signals: Sequence[signal.Signals] = ()) -> tuple[str, str]:
+    """Train as ``train`` does; return what this rank prints, and the message of the user error, or "".
+
+    Args:
+        signals: signals that ask this rank to stop.
+    """
     from megatron_sp.errors import UserError
 
     rank, world, output = dist.get_rank(), dist.get_world_size(), io.StringIO()
     try:
         run, _ = load_run([*TRAINING, "--log-interval", "1", *flags.split()], world)
         with contextlib.redirect_stdout(output), scratch():
-            pretrain(run, Environment(rank, world, rank), StopSignals(()), started=time.monotonic())
+            pretrain(run, Environment(rank, world, rank), StopSignals(signals), started=time.monotonic())
     except UserError as error:
         return output.getvalue(), f"{type(error).__name__}: {error}"
     return output.getvalue(), ""

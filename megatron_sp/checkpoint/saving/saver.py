@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_sp.checkpoint import files, writing
-from megatron_sp.checkpoint.agreement import gather_on_rank_zero, on_rank_zero
+from megatron_sp.checkpoint.agreement import gather_on_rank_zero, on_every_rank, on_rank_zero
 from megatron_sp.checkpoint.lock import refuse_foreign_lock
 from megatron_sp.checkpoint.saving.plan import Planner, Staging, WritePlan
 from megatron_sp.checkpoint.saving.retention import Retention
@@ -137,10 +137,13 @@ class Saver:
                  "optimizer": type(self.optimizer).__name__ if optimizer_state else None, **state,
                  "config": to_dict(run)}
         plan = self._planner.plan(pieces)
+        if copy:
+            copies: dict[str, Piece] = {}
+            on_every_rank("cannot copy the state to host memory; leave --async-save out, or use more ranks",
+                          lambda: copies.update(self._staging.copy(pieces, plan)))
+            pieces = copies
         building = on_rank_zero(f"cannot write to {self.directory}",
                                 lambda: writing.start_building(self.directory, iteration))
-        if copy:
-            pieces = self._staging.copy(pieces, plan)
         return _Job(building, iteration, pieces, plan, json.dumps(plain, indent=1), run,
                     self._background if copy else None)
 
