@@ -84,11 +84,16 @@ class ChunkRecurrence:
     def _store(self, *, keep_outputs: bool = False) -> KeyValueStore:
         return KeyValueStore(HostStorage() if self.offload else DeviceStorage(), keep_outputs=keep_outputs)
 
+    @property
+    def own_tokens(self) -> int:
+        """Return how many tokens of a chunk this rank owns."""
+        return self.size // self.ranks
+
     def _count(self, batch: Microbatch) -> int:
-        return batch.tokens.shape[1] * self.ranks // self.size
+        return batch.tokens.shape[1] // self.own_tokens
 
     def _part(self, store: KeyValueStore, number: int, *, keeps: bool = False, needs_output: bool = True) -> Part:
         """Return the part of a microbatch that is a chunk: the equal part of this rank's tokens with its number."""
-        own = self.size // self.ranks
+        own = self.own_tokens
         return Part(slice(number * own, (number + 1) * own),
                      Chunk(store, number, self.size, keeps=keeps, needs_output=needs_output))

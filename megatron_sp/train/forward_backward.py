@@ -20,6 +20,7 @@ from megatron_sp.parallel.gradients import sum_over_copies, sum_over_tensor_rank
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import PipelineRunner, Stages
 from megatron_sp.parallel.zero import synchronize_gradients
+from megatron_sp.train.chunk_pipeline import ChunkPipeline
 from megatron_sp.train.chunk_recurrence import ChunkRecurrence, Part
 from megatron_sp.train.report.timers import Timers
 
@@ -113,17 +114,22 @@ class PipelineEngine:
     Only the ranks of the last stage compute losses; the other ranks return 0.
     """
 
-    def __init__(self, model: Stages, mesh: ParallelMesh, *, schedule: str, sum_copies: bool):
+    def __init__(self, run: Run, model: Stages, mesh: ParallelMesh, *, sum_copies: bool):
         self.model, self.mesh, self.sum_copies = model, mesh, sum_copies
         self.denominator: torch.Tensor | float = 1.0
-        self.runner = PipelineRunner(model, schedule, mesh, self._loss)
+        self.runner: ScheduleRunner | ChunkPipeline
+        if run.memory.sequence_chunk_size:
+            self.runner = ChunkPipeline.of(run, model, mesh, self._divided)
+        else:
+            self.runner = ScheduleRunner(PipelineRunner(model, run.parallel.pipeline_schedule, mesh,
+                                                        lambda loss_sum, _: self._divided(loss_sum)))
         self.microbatch_losses: list[torch.Tensor] = []
 
     def forward_backward(self, microbatches: Sequence[Microbatch], denominator: torch.Tensor | float) -> torch.Tensor:
         """See ``Engine.forward_backward``."""
         self.model.train()
         self.denominator = denominator
-        self.microbatch_losses = self.runner.train(*_concatenate(microbatches))
+        self.microbatch_losses = self.runner.train(microbatches)
         if self.sum_copies:
             sum_over_copies(self.model, self.mesh)
         sum_over_tensor_ranks(self.model, self.mesh)
@@ -135,21 +141,36 @@ class PipelineEngine:
         """See ``Engine.evaluate``."""
         self.model.eval()
         self.denominator = 1.0
-        losses = self.runner.evaluate(*_concatenate(microbatches))
+        losses = self.runner.evaluate(microbatches)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         self.model.train()
         return self._total(losses), sum(batch.num_valid for batch in microbatches)
 
-    def _loss(self, loss_sum: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        """Return a microbatch's loss: the last stage's output, which is the sum of the losses [1], divided."""
+    def _divided(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a microbatch or chunk: the last stage's output, the sum of the losses [1], divided."""
         return loss_sum.squeeze(0) / self.denominator
 
     def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         # fp64 on every stage, because the caller sums this number over the pp ranks, whose types must be equal.
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         return total + torch.stack(list(losses)).sum() if losses else total
+
+
+class ScheduleRunner:
+    """Gives the microbatches to a runner of torch's schedules."""
+
+    def __init__(self, runner: PipelineRunner):
+        self.runner = runner
+
+    def train(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """Run forward and backward of all microbatches and return their losses, on the last stage."""
+        return self.runner.train(*_concatenate(microbatches))
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """Run forward of all microbatches and return their losses, on the last stage."""
+        return self.runner.evaluate(*_concatenate(microbatches))
 
 
 def _concatenate(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor],
@@ -177,6 +198,6 @@ def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh,
     parallel = run.parallel
     sum_copies = parallel.fsdp > 1 and not uses_fsdp(run)
     if isinstance(model, Stages):
-        return PipelineEngine(model, mesh, schedule=parallel.pipeline_schedule, sum_copies=sum_copies)
+        return PipelineEngine(run, model, mesh, sum_copies=sum_copies)
     return Engine(model, mesh, timers or Timers(), zero_stage=parallel.zero_stage, sum_copies=sum_copies,
                   recurrence=ChunkRecurrence.of(run))

@@ -26,6 +26,7 @@ FULL, SELECTIVE = "--recompute-granularity full", "--recompute-granularity selec
 DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0.3"
 TP2, U2 = "--tensor-model-parallel-size 2", "--ulysses-size 2"
 SP = f"{TP2} --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
 OVERLAP = "--ulysses-overlap-groups 2 --no-shared-memory"
 
 #: Number of ranks -> flags beside ``CHUNK``, style, flags of the model.
@@ -43,11 +44,14 @@ LAYOUTS: dict[int, list[tuple[str, str, str]]] = {
         (f"{U2} {OVERLAP} {DROPOUT}", "eight_heads", ""), (TP2, "llama", "--num-key-value-heads 1"), (SP, "gpt2", ""),
         (f"{SP} {SELECTIVE}", "mixed", ""), (f"{SP} {DROPOUT}", "llama", ""),
         *[(f"--zero-stage {stage} --micro-batch-size 1", "gpt2", "") for stage in (0, 1, 2, 3)],
-        (f"--zero-stage 3 {FULL}", "llama", "")],
-    3: [("--ulysses-size 3 --sequence-chunk-size 12 --seq-length 60", "six_heads", "--num-key-value-heads 2"),
+        (f"--zero-stage 3 {FULL}", "llama", ""), (PP2, "gpt2", ""), (f"{PP2} {DROPOUT}", "llama", ""),
+        (f"{PP2} {SELECTIVE} --offload-key-values --micro-batch-size 2", "llama", "--num-layers 3")],
+    3: [("--pipeline-model-parallel-size 3", "gpt2", "--num-layers 3"),
+        ("--ulysses-size 3 --sequence-chunk-size 12 --seq-length 60", "six_heads", "--num-key-value-heads 2"),
         ("--ulysses-size 3 --sequence-chunk-size 12 --seq-length 60", "llama", "")],
     4: [(f"{U2} {SP} --zero-stage 3 {SELECTIVE}", "eight_heads", ""), (f"{U2} --zero-stage 2", "gpt2", ""),
-        (f"{U2} --zero-stage 1 --fsdp-size 2", "gpt2", "")],
+        (f"{U2} --zero-stage 1 --fsdp-size 2", "gpt2", ""), (f"{PP2} {U2} --zero-stage 3", "gpt2", ""),
+        (f"{PP2} {SP} {FULL}", "mixed", ""), (f"{PP2} --zero-stage 2 --micro-batch-size 1", "gpt2", "")],
 }
 
 

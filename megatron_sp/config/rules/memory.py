@@ -43,9 +43,9 @@ def check_chunks(run: Run) -> list[str]:
     if parallel.ring > 1:
         found.append(f"{flag} and --ring-size {parallel.ring} exclude each other: the ranks of a ring hold different "
                      "parts of the sequence at a time. Use --ulysses-size, whose ranks share every chunk.")
-    if parallel.pp > 1:
-        found.append(f"{flag} is not possible with --pipeline-model-parallel-size {parallel.pp}; use more "
-                     "--ulysses-size, or --zero-stage 3, instead of the pipeline.")
+    if parallel.pp > 1 and parallel.pipeline_schedule != "1f1b":
+        found.append(f"{flag} has a pipeline schedule of its own, with one stage per rank; leave --pipeline-schedule "
+                     f"{parallel.pipeline_schedule} and the number of stages per rank out.")
     if run.train.compile:
         found.append(f"{flag} and --compile exclude each other: the keys and values that chunks keep are no part of a "
                      "compiled layer. Leave one out.")

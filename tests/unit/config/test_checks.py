@@ -373,7 +373,8 @@ def test_check_by_itself():
                                     "(--sequence-chunk-size); the nearest valid lengths are 96 or 144."),
     ("--sequence-chunk-size 256", 1, "is more than --seq-length 128"),
     ("--sequence-chunk-size 64 --ring-size 2", 2, "Use --ulysses-size, whose ranks share every chunk."),
-    ("--sequence-chunk-size 64 --pipeline-model-parallel-size 2", 2, "use more --ulysses-size, or --zero-stage 3"),
+    ("--sequence-chunk-size 64 --pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule interleaved", 2,
+     "has a pipeline schedule of its own, with one stage per rank; leave --pipeline-schedule interleaved"),
     ("--sequence-chunk-size 64 --compile", 1, "--compile exclude each other"),
     ("--sequence-chunk-size 2 --tensor-model-parallel-size 2 --sequence-parallel --ulysses-size 2", 4,
      "does not divide over the 4 ranks that share a chunk (--ulysses-size 2 x --tensor-model-parallel-size 2); the "

@@ -1,0 +1,144 @@
+"""Run the chunks of sequences through a pipeline (``layout.schedules.chunk_order`` has the order and a picture).
+
+What flows from rank to rank is a chunk of a microbatch. So a step of one long sequence fills the pipeline, and every
+rank holds the activations of a few chunks. In the first pass a chunk's hidden states flow through all stages, each of
+which keeps the keys and values of its layers. In the second pass they flow again, now with autograd, and the gradients
+of the hidden states flow back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_sp.config.schema import Run
+from megatron_sp.data.batch import Microbatch
+from megatron_sp.layout.schedules import chunk_order
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.parallel.pipeline import Stages
+from megatron_sp.parallel.stage_links import StageLinks
+from megatron_sp.parallel.zero import synchronize_gradients
+from megatron_sp.train.chunk_recurrence import ChunkRecurrence, Part, Passes
+
+
+@dataclass
+class _Step:
+    """A step in progress.
+
+    Attributes:
+        passes: the calls of the model for each microbatch.
+        inputs, outputs: hidden states or, of the last stage, losses of chunks between forward and backward, by
+            microbatch and number of the chunk.
+        losses: loss of each microbatch so far, on the last stage.
+    """
+
+    microbatches: Sequence[Microbatch]
+    passes: list[Passes]
+    inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class ChunkPipeline:
+    """Runs training and evaluation steps of one stage per rank, chunk by chunk.
+
+    Args:
+        stages: the stage of this rank.
+        links: to the ranks of the stages before and after it.
+        recurrence: how sequences are cut into chunks.
+        width: elements of a token's hidden state.
+        shards: ranks over which the tokens of a rank are split between tensor-parallel regions.
+        dtype: type of hidden states.
+        loss: divides the sum of the losses [1].
+    """
+
+    def __init__(self, stages: Stages, links: StageLinks, recurrence: ChunkRecurrence, *, width: int, shards: int,
+                 dtype: torch.dtype, loss: Callable[[torch.Tensor], torch.Tensor]):
+        (self.stage,) = stages
+        self.links, self.recurrence, self.dtype, self.loss = links, recurrence, dtype, loss
+        self.width, self.tokens = width, recurrence.own_tokens // shards
+
+    @classmethod
+    def of(cls, run: Run, stages: Stages, mesh: ParallelMesh,
+           loss: Callable[[torch.Tensor], torch.Tensor]) -> ChunkPipeline:
+        """Return the chunk pipeline of a run, for this rank's stage."""
+        half = run.precision.dtype != "float32"
+        dtype = getattr(torch, run.precision.dtype) if half else next(stages.parameters()).dtype
+        return cls(stages, StageLinks(mesh.group("pp"), mesh.device), ChunkRecurrence.of(run),
+                   width=run.model.hidden_size, shards=run.parallel.tp if run.parallel.megatron_sp else 1, dtype=dtype,
+                   loss=loss)
+
+    def train(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """Run forward and backward of all microbatches and return their losses.
+
+        Returns:
+            the losses of the microbatches, detached; empty where this rank does not hold the last stage
+        """
+        step = _Step(microbatches, [self.recurrence.training(batch) for batch in microbatches])
+        chunks = len(step.passes[0].second)
+        order = chunk_order(self.links.size, self.links.rank, len(microbatches), chunks)
+        for kind, unit in order:
+            number, chunk = divmod(unit, chunks)
+            if kind == "K":
+                with torch.no_grad():
+                    self._pass_on(self._forward(step, number, step.passes[number].first[chunk])[1])
+            elif kind == "F":
+                part = step.passes[number].second[chunks - 1 - chunk]
+                step.inputs[number, chunk], y = self._forward(step, number, part)
+                step.outputs[number, chunk] = self.loss(y) if self.links.is_last else y
+                self._pass_on(y)
+            else:
+                self._backward(step, number, chunk, is_last=(kind, unit) == order[-1])
+        self.links.finish()
+        return [step.losses[number] for number in sorted(step.losses)]
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """Run forward of all microbatches and return their losses, as ``train`` does."""
+        step = _Step(microbatches, [])
+        for number, batch in enumerate(microbatches):
+            for part in self.recurrence.evaluation(batch):
+                _, y = self._forward(step, number, part)
+                self._pass_on(y)
+                if self.links.is_last:
+                    step.losses[number] = step.losses.get(number, 0.0) + self.loss(y)
+        self.links.finish()
+        return [step.losses[number] for number in sorted(step.losses)]
+
+    def _forward(self, step: _Step, number: int, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the input and the output of this stage for a chunk of a microbatch."""
+        batch = step.microbatches[number]
+        tokens, positions, labels = (x[:, part.tokens] for x in (batch.tokens, batch.positions, batch.labels))
+        if self.links.is_first:
+            self.links.flush()
+            x = tokens
+        else:
+            x = self.links.receive((len(tokens), self.tokens, self.width), self.dtype, self.links.rank - 1)
+            x.requires_grad_(torch.is_grad_enabled())
+        return x, self.stage(x, positions, batch.sample_ids, labels=labels, mask=batch.mask, chunk=part.chunk)
+
+    def _pass_on(self, y: torch.Tensor) -> None:
+        """Send hidden states to the next stage, if there is one."""
+        if not self.links.is_last:
+            self.links.send(y.detach(), self.links.rank + 1)
+
+    def _backward(self, step: _Step, number: int, chunk: int, *, is_last: bool) -> None:
+        """Run the backward of a chunk, and send the gradient of this stage's input to the stage before."""
+        x, y = step.inputs.pop((number, chunk)), step.outputs.pop((number, chunk))
+        gradient = None
+        if self.links.is_last:
+            self.links.flush()
+            step.losses[number] = step.losses.get(number, 0.0) + y.detach()
+        else:
+            gradient = self.links.receive(tuple(y.shape), y.dtype, self.links.rank + 1)
+        if isinstance(self.stage, FSDPModule):
+            self.stage.set_is_last_backward(is_last)
+            self.stage.set_reshard_after_backward(is_last)  # else the chunks in flight would gather weights again
+            synchronize_gradients(self.stage, 0, is_last=is_last)
+        y.backward(gradient)
+        if not self.links.is_first:
+            assert x.grad is not None
+            self.links.send(x.grad, self.links.rank - 1)
