@@ -4,11 +4,16 @@
 Example:
 
     python tools/plot_schedule.py --pp 4 --microbatches 8 --schedule interleaved --output schedule.png
+    python tools/plot_schedule.py --pp 2 --microbatches 1 --chunks 4
 
 The schedule is printed as text, and with --output drawn as a picture. The order of actions on each rank is that of the
 training. The times are a model: an action starts as soon as its rank is free and its inputs have been computed, and
 communication takes no time. A rank's forward of one microbatch takes 1 unit. Its backward takes 2 units, 1 for the
 gradient of the input and 1 for the gradient of the weights. The bubble is the share of time in which ranks wait.
+
+With --chunks N each sequence is computed in N chunks, as with --sequence-chunk-size, and the numbers are those of
+chunks: microbatch x N + chunk. A unit of time is then the forward of one chunk, and all chunks count alike, although
+attention of a late chunk takes longer.
 """
 
 from __future__ import annotations
@@ -23,14 +28,15 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
     sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp.errors import ConfigError  # noqa: E402
-from megatron_sp.layout.schedules import SCHEDULES, takes_microbatches  # noqa: E402
+from megatron_sp.layout.schedules import SCHEDULES, chunk_order, takes_microbatches  # noqa: E402
 from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 #: For each kind of action: how long it takes with one stage per rank, in units of a forward, and its colour.
-KINDS = {"F": (1.0, "#7aa6d6"), "B": (2.0, "#e6a267"), "I": (1.0, "#c59fd6"), "W": (1.0, "#8cc084")}
-NAMES = {"F": "forward", "B": "backward (both gradients)", "I": "gradient of the input",
-         "W": "gradient of the weights"}
+KINDS = {"K": (1.0, "#b9d3ea"), "F": (1.0, "#7aa6d6"), "B": (2.0, "#e6a267"), "I": (1.0, "#c59fd6"),
+         "W": (1.0, "#8cc084")}
+NAMES = {"K": "forward that keeps keys and values", "F": "forward", "B": "backward (both gradients)",
+         "I": "gradient of the input", "W": "gradient of the weights"}
 #: Numbers of stages per rank that each schedule allows.
 STAGES = {"1f1b": (1,), "interleaved": tuple(range(2, 33)), "zero-bubble": tuple(range(1, 33)), "zbv": (2,),
           "dualpipev": (2,)}
@@ -51,8 +57,15 @@ class Action:
 Step = tuple[str, int, int]  # kind of action, stage, microbatch
 
 
-def order_of(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Step]]:
-    """Return the steps of each rank in the order in which the training computes them."""
+def order_of(schedule: str, pp: int, stages_per_rank: int, microbatches: int, chunks: int = 1) -> list[list[Step]]:
+    """Return the steps of each rank in the order in which the training computes them.
+
+    Args:
+        chunks: chunks of each sequence; above 1, the numbers in the steps are those of chunks.
+    """
+    if chunks > 1:
+        return [[(kind, rank, unit) for kind, unit in chunk_order(pp, rank, microbatches, chunks)]
+                for rank in range(pp)]
     from megatron_sp.parallel.pipeline import schedule_order
 
     return schedule_order(schedule, pp, stages_per_rank, microbatches)
@@ -61,8 +74,8 @@ def order_of(schedule: str, pp: int, stages_per_rank: int, microbatches: int) ->
 def needs(step: Step, last_stage: int) -> list[Step]:
     """Return the steps that must be finished before a step can start."""
     kind, stage, microbatch = step
-    if kind == "F":
-        return [("F", stage - 1, microbatch)] if stage else []
+    if kind in "KF":
+        return [(kind, stage - 1, microbatch)] if stage else []
     if kind == "W":
         return [("I", stage, microbatch)]
     before: list[Step] = [("F", stage, microbatch)]
@@ -155,7 +168,7 @@ def plot(actions: list[Action], title: str, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_facecolor("#eeeeee")
     used = {action.kind for action in actions}
-    axes.legend(handles=[Patch(color=KINDS[kind][1], label=NAMES[kind]) for kind in "FBIW" if kind in used] +
+    axes.legend(handles=[Patch(color=KINDS[kind][1], label=NAMES[kind]) for kind in "KFBIW" if kind in used] +
                 [Patch(color="#eeeeee", label="waiting")], loc="center left", bbox_to_anchor=(1.005, 0.5),
                 frameon=False, fontsize=8)
     save_picture(figure, path)
@@ -172,6 +185,8 @@ def build_parser() -> argparse.ArgumentParser:
                        help="as --pipeline-schedule of the training (default: %(default)s)")
     group.add_argument("--stages-per-rank", type=int, default=0, metavar="N",
                        help="stages of each rank (default: what the schedule needs)")
+    group.add_argument("--chunks", type=int, default=1, metavar="N",
+                       help="chunks of each sequence (--seq-length / --sequence-chunk-size of the training)")
     group = parser.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="FILE.png", help="picture to write (default: text only)")
     return parser
@@ -188,9 +203,13 @@ def main(argv: list[str]) -> None:
     if flags.microbatches < 1 or not takes_microbatches(flags.schedule, flags.microbatches, flags.pp):
         raise ConfigError(f"--microbatches {flags.microbatches} does not go with --schedule {flags.schedule} on --pp "
                           f"{flags.pp} ranks; a multiple of {2 * flags.pp} always does")
-    actions = simulate(order_of(flags.schedule, flags.pp, per_rank, flags.microbatches), per_rank)
+    if flags.chunks < 1 or (flags.chunks > 1 and flags.schedule != "1f1b"):
+        raise ConfigError(f"--chunks {flags.chunks} must be at least 1, and above 1 needs --schedule 1f1b: chunks have "
+                          "a schedule of their own, with one stage per rank")
+    actions = simulate(order_of(flags.schedule, flags.pp, per_rank, flags.microbatches, flags.chunks), per_rank)
     share = bubble(actions)
-    title = f"{flags.schedule}: {flags.pp} rank{'s' * (flags.pp > 1)}, {per_rank} stage{'s' * (per_rank > 1)} each, " \
+    name = flags.schedule if flags.chunks == 1 else f"{flags.chunks} chunks"
+    title = f"{name}: {flags.pp} rank{'s' * (flags.pp > 1)}, {per_rank} stage{'s' * (per_rank > 1)} each, " \
             f"{flags.microbatches} microbatch{'es' * (flags.microbatches > 1)}, bubble {share:.1%}"
     print(title)
     print(as_text(actions, per_rank))

@@ -62,13 +62,13 @@ def takes_microbatches(schedule: str, number: int, pp: int) -> bool:
 def chunk_order(pp: int, rank: int, microbatches: int, chunks: int) -> list[tuple[str, int]]:
     """Return what a pipeline rank computes with ``--sequence-chunk-size``, in order: (kind, unit).
 
-    A unit is a chunk of a microbatch, numbered ``microbatch * chunks + chunk``. The kinds are K (first pass: forward that
-    keeps keys and values), F (forward of the second pass) and B (its backward). K goes through all chunks of a sequence
-    but the last, in order; F and B go through all of them in reverse. F and B alternate as in 1F1B, so that rank r holds
-    the activations of at most ``pp - r`` chunks. One microbatch of 4 chunks on 2 ranks::
+    A unit is a chunk of a microbatch, numbered ``microbatch * chunks + chunk``. The kinds are K (first pass: forward
+    that keeps keys and values), F (forward of the second pass) and B (its backward). K goes through all chunks of a
+    sequence but the last, in order; F and B go through all of them in reverse. F and B alternate as in 1F1B, so that
+    rank r holds the activations of at most ``pp - r`` chunks. One microbatch of 4 chunks on 2 ranks::
 
-        rank 0   K0 K1 K2 F3 F2 .. B3 .. F1 B2 .. F0 B1 .. B0
-        rank 1   .. K0 K1 K2 F3 B3 .. F2 B2 .. F1 B1 .. F0 B0
+        rank 0   K0 K1 K2 F3 F2 .. .. B3 -- F1 B2 -- F0 B1 -- .. B0 --
+        rank 1   .. K0 K1 K2 F3 B3 -- F2 B2 -- F1 B1 -- F0 B0 -- .. ..
     """
     forward = [step for first in range(0, microbatches * chunks, chunks) for step in (
         *(("K", first + chunk) for chunk in range(chunks - 1)),

@@ -66,7 +66,7 @@ class StageLinks:
     def _start(self, receive: list[dist.P2POp]) -> list[dist.Work]:
         """Start all waiting sends and the receive together, and return what to wait for.
 
-        The tensors of the sends are kept until they are sent. With NCCL there is one thing to wait for, for all of them.
+        The tensors of the sends are kept until they are sent. With NCCL there is one thing to wait for, for all.
         """
         sends, self._waiting = self._waiting, []
         if not sends and not receive:

@@ -53,7 +53,7 @@ def step_traffic(run: Run) -> list[Traffic]:
     if parallel.pp > 1:
         sizes = Sizes.of(run)
         boundaries = 2 * parallel.stages_per_rank - (1 if parallel.pp == 2 and parallel.stages_per_rank == 1 else 0)
-        sent = float(boundaries * sizes.outside * sizes.hidden * sizes.element * microbatches)
+        sent = float((boundaries + _first_pass(run)) * sizes.outside * sizes.hidden * sizes.element * microbatches)
         found.append(Traffic("pp", parallel.pp, sent, "hidden states and their gradients to neighbouring stages", True))
     if parallel.fsdp > 1:
         sent, what = _states(run, layers, microbatches)

@@ -149,7 +149,8 @@ class _Rank:
         angles = run.model.head_dim * run.model.rotary_percent * FP32 if (
             run.model.position_embedding_type == "rope") else 0
         buffers = 0.0
-        if run.parallel.pp > 1:  # torch's stages have a receive buffer for each microbatch and for each gradient
+        # torch's stages have a receive buffer for each microbatch and for each gradient.
+        if run.parallel.pp > 1 and num_chunks(run) == 1:
             ends = 2 * self.num_stages - self.is_first - self.is_last
             buffers = ends * self.microbatches * self.layer.x
         return 3 * 8 * whole * self.microbatches + t * angles + buffers
@@ -293,11 +294,13 @@ class _Rank:
         return values * FP32 * self.parameters / self.run.parallel.fsdp
 
     def in_flight(self) -> float:
-        """Return how many microbatches' activations of all this rank's layers are held at a time."""
+        """Return how many microbatches' or chunks' activations of all this rank's layers are held at a time."""
         parallel, number = self.run.parallel, self.microbatches
         pp, stages = parallel.pp, max(1, self.num_stages)
         if pp == 1:
             return 1
+        if num_chunks(self.run) > 1:
+            return min(self.backwards, pp - self.rank)
         if parallel.pipeline_schedule == "1f1b":
             return min(number, pp - self.rank) if number >= pp else number
         if SCHEDULES[parallel.pipeline_schedule].is_v_shaped:

@@ -106,6 +106,9 @@ def pipeline_bubble(run: Run) -> float:
     if parallel.pp == 1:
         return 0.0
     microbatches = max(1, run.train.global_batch_size // max(1, run.train.micro_batch_size * parallel.dp))
+    chunks = num_chunks(run)
+    if chunks > 1:  # the forward of the first pass takes a third of forward and backward of the second
+        return (parallel.pp - 1) / (microbatches * (chunks + (chunks - 1) / 3) + parallel.pp - 1)
     waiting = (parallel.pp - 1) / max(1, parallel.stages_per_rank)
     if SCHEDULES[parallel.pipeline_schedule].splits_backward:
         waiting /= 3

@@ -73,7 +73,7 @@ def allowed(layout: Layout) -> bool:
     if at["exchange"] == "memory" and ulysses * ring * dp == 1 or at["exchange"] == "overlapped" and (
             ulysses == 1 or ring > 1 or 8 // tp < 2 * ulysses):
         return False
-    if at["chunks"] != 1 and (pp > 1 or ring > 1):
+    if at["chunks"] != 1 and (ring > 1 or schedule not in ("none", "1f1b")):
         return False
     split_backward = schedule not in ("none", "1f1b", "interleaved")
     if split_backward and (at["zero"] == 3 or at["recompute"]):
@@ -159,6 +159,7 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
     at = {name: generator.choice(AXES[name]) for name in ("zero", "tied", "style", "masked", "exchange", "documents")}
     heads, kv, layers, batch, words = 4, generator.choice((1, 2, 4)), 2, 4, [
         f"{SIZED_AXES[axis]} {size}" if SIZED_AXES[axis] else ""]
+    schedule = "none"
     if axis == "tp":
         heads = size * generator.choice((1, 2))
         kv = generator.choice([1, heads, size])
@@ -182,7 +183,7 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
         words.append(EXCHANGE[exchange])
         words.append(f"--zero-stage {at['zero']}")
     length = 2 * size * (16 // size or 1)
-    if axis not in ("pp", "ring") and generator.random() < 0.3:
+    if axis != "ring" and schedule in ("none", "1f1b") and generator.random() < 0.3:
         words.append(f"--sequence-chunk-size {length // 2}")
     style = STYLE[str(at["style"])].replace("48", str(12 * size)).replace("64", str(12 * size))
     model = (f"{style} --hidden-size 32 --kv-channels 8 --num-attention-heads {heads} --num-key-value-heads {kv} "
@@ -211,7 +212,7 @@ def pairs(layout: Layout) -> Iterator[Pair]:
 @cache
 def chosen() -> tuple[Layout, ...]:
     """Pick 10 layouts of 8 ranks, 30 of 4 and 10 of 2: each the one with most pairs of values that are rare so far."""
-    generator, met = random.Random(8), Counter[Pair]()
+    generator, met = random.Random(15), Counter[Pair]()
     picked: list[Layout] = []
     for world, count in ((8, 10), (4, 30), (2, 10)):
         pool = list(dict.fromkeys(draw(generator, world) for _ in range(CANDIDATES[world])))

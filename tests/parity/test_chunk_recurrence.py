@@ -29,35 +29,44 @@ SP = f"{TP2} --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 OVERLAP = "--ulysses-overlap-groups 2 --no-shared-memory"
 
-#: Number of ranks -> flags beside ``CHUNK``, style, flags of the model.
-LAYOUTS: dict[int, list[tuple[str, str, str]]] = {
-    1: [("", "llama", ""), ("", "mixed", ""), ("--offload-key-values", "gpt2", ""),
-        ("--micro-batch-size 2", "llama", "--num-key-value-heads 1"), (FULL, "gpt2", ""),
-        (f"{SELECTIVE} --offload-key-values", "gpt2", ""), (f"{FULL} --recompute-num-layers 2", "llama", ""),
+Layout = tuple[str, str, str]
+#: Name -> number of ranks, and for each case its flags beside ``CHUNK``, its style and flags of the model.
+LAYOUTS: dict[str, tuple[int, list[Layout]]] = {
+    "one process": (1, [
+        ("", "llama", ""), (f"{SELECTIVE} --offload-key-values", "gpt2", ""), (f"{DROPOUT} {FULL}", "gpt2", "")]),
+    "two ranks": (2, [
+        (U2, "gpt2", ""), (f"{U2} --zero-stage 3 --offload-key-values", "llama", ""),
+        (f"{SP} {SELECTIVE}", "mixed", ""), ("--zero-stage 0 --micro-batch-size 1", "gpt2", ""), (PP2, "gpt2", "")]),
+}
+MORE: dict[str, tuple[int, list[Layout]]] = {
+    "one process": (1, [
+        ("", "mixed", ""), ("--micro-batch-size 2", "llama", "--num-key-value-heads 1"), (FULL, "gpt2", ""),
+        (f"{FULL} --recompute-num-layers 2", "llama", ""),
         (f"{FULL} --recompute-method block --recompute-num-layers 1 --offload-activations", "llama", ""),
         ("--mlp-tile-size 6 --loss-tile-size 6", "gpt2", ""), (f"--attention-head-groups 2 {FULL}", "llama", ""),
-        ("--offload-optimizer", "gpt2", ""), (f"{DROPOUT} {FULL}", "gpt2", ""),
-        ("--sequence-chunk-size 64", "llama", "")],
-    2: [(U2, "llama", ""), (U2, "gpt2", ""), (f"{U2} --zero-stage 3 --offload-key-values", "gpt2", ""),
-        (f"{U2} {SELECTIVE} --no-shared-memory", "llama", ""), (f"{U2} {OVERLAP} {FULL}", "eight_heads", ""),
-        (f"{U2} --attention-head-groups 2", "llama", ""), (f"{U2} {DROPOUT}", "llama", ""),
-        (f"{U2} {OVERLAP} {DROPOUT}", "eight_heads", ""), (TP2, "llama", "--num-key-value-heads 1"), (SP, "gpt2", ""),
-        (f"{SP} {SELECTIVE}", "mixed", ""), (f"{SP} {DROPOUT}", "llama", ""),
-        *[(f"--zero-stage {stage} --micro-batch-size 1", "gpt2", "") for stage in (0, 1, 2, 3)],
-        (f"--zero-stage 3 {FULL}", "llama", ""), (PP2, "gpt2", ""), (f"{PP2} {DROPOUT}", "llama", ""),
-        (f"{PP2} {SELECTIVE} --offload-key-values --micro-batch-size 2", "llama", "--num-layers 3")],
-    3: [("--pipeline-model-parallel-size 3", "gpt2", "--num-layers 3"),
+        ("--offload-optimizer", "gpt2", ""), ("--sequence-chunk-size 64", "llama", "")]),
+    "two ranks": (2, [
+        (U2, "llama", ""), (f"{U2} {SELECTIVE} --no-shared-memory", "llama", ""),
+        (f"{U2} {OVERLAP} {FULL}", "eight_heads", ""), (f"{U2} --attention-head-groups 2", "llama", ""),
+        (f"{U2} {DROPOUT}", "llama", ""), (f"{U2} {OVERLAP} {DROPOUT}", "eight_heads", ""),
+        (TP2, "llama", "--num-key-value-heads 1"), (SP, "gpt2", ""), (f"{SP} {DROPOUT}", "llama", ""),
+        *[(f"--zero-stage {stage} --micro-batch-size 1", "gpt2", "") for stage in (1, 2, 3)],
+        (f"--zero-stage 3 {FULL}", "llama", ""), (f"{PP2} {DROPOUT}", "llama", ""),
+        (f"{PP2} {SELECTIVE} --offload-key-values --micro-batch-size 2", "llama", "--num-layers 3")]),
+    "three ranks": (3, [
+        ("--pipeline-model-parallel-size 3", "gpt2", "--num-layers 3"),
         ("--ulysses-size 3 --sequence-chunk-size 12 --seq-length 60", "six_heads", "--num-key-value-heads 2"),
-        ("--ulysses-size 3 --sequence-chunk-size 12 --seq-length 60", "llama", "")],
-    4: [(f"{U2} {SP} --zero-stage 3 {SELECTIVE}", "eight_heads", ""), (f"{U2} --zero-stage 2", "gpt2", ""),
+        ("--ulysses-size 3 --sequence-chunk-size 12 --seq-length 60", "llama", "")]),
+    "four ranks": (4, [
+        (f"{U2} {SP} --zero-stage 3 {SELECTIVE}", "eight_heads", ""), (f"{U2} --zero-stage 2", "gpt2", ""),
         (f"{U2} --zero-stage 1 --fsdp-size 2", "gpt2", ""), (f"{PP2} {U2} --zero-stage 3", "gpt2", ""),
-        (f"{PP2} {SP} {FULL}", "mixed", ""), (f"{PP2} --zero-stage 2 --micro-batch-size 1", "gpt2", "")],
+        (f"{PP2} {SP} {FULL}", "mixed", ""), (f"{PP2} --zero-stage 2 --micro-batch-size 1", "gpt2", "")]),
 }
 
 
-def cases(world: int) -> list[Case]:
+def cases(world: int, layouts: list[Layout]) -> list[Case]:
     return [Case(f"{style} {flags}", world, f"{CHUNK} {flags}", style, model, "ragged")
-            for flags, style, model in LAYOUTS[world]]
+            for flags, style, model in layouts]
 
 
 def worst(some: Sequence[Case]) -> dict[str, float]:
@@ -71,11 +80,22 @@ def worst(some: Sequence[Case]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
-def test_gradients(world: int) -> None:
-    for rank, found in enumerate(run_ranks(worst, world, cases(world), timeout=280)):
-        assert len(found) == len(LAYOUTS[world])
+def check(world: int, layouts: list[Layout]) -> None:
+    """Compare the cases on every rank."""
+    for rank, found in enumerate(run_ranks(worst, world, cases(world, layouts), timeout=280)):
+        assert len(found) == len(layouts)
         assert not {name: value for name, value in found.items() if not value <= TOLERANCE}, rank
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients(name: str) -> None:
+    check(*LAYOUTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_gradients_of_more_layouts(name: str) -> None:
+    check(*MORE[name])
 
 
 def evaluation_error(flags: str, world: int) -> float:

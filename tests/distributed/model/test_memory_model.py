@@ -15,6 +15,7 @@ CASES = {
     "1f1b": (2, LLAMA + SMALL + "--pipeline-model-parallel-size 2"),
     "full": (2, LLAMA + FULL + SMALL + "--pipeline-model-parallel-size 2"),
     "interleaved": (2, LLAMA + SMALL + "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "chunks": (2, LLAMA + SMALL + "--pipeline-model-parallel-size 2 --sequence-chunk-size 256 --global-batch-size 1"),
     "sharded": (4, LLAMA + FULL + SMALL + "--pipeline-model-parallel-size 2 --zero-stage 2 --ulysses-size 2"),
 }
 

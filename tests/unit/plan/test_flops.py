@@ -82,6 +82,7 @@ def products(flags: str, operator: str = "aten.mm") -> float:
 FULL = "--recompute-granularity full"
 SELECTIVE = "--recompute-granularity selective"
 UNITS = "--recompute-num-layers 2"
+CHUNKS = "--sequence-chunk-size 32"
 TILES, GROUPS = "--mlp-tile-size 16", "--attention-head-groups 2"
 SIZES = STYLES["eight_heads"].replace("--num-layers 2", "--num-layers 4") + " --make-vocab-size-divisible-by 1"
 
@@ -89,7 +90,8 @@ SIZES = STYLES["eight_heads"].replace("--num-layers 2", "--num-layers 4") + " --
 @pytest.mark.parametrize("flags", [
     "", FULL, SELECTIVE, f"{FULL} --recompute-method block --recompute-num-layers 1", f"{FULL} {UNITS}",
     TILES, GROUPS, f"{TILES} {GROUPS}", f"{FULL} {TILES}", f"{SELECTIVE} {TILES}", f"{FULL} {GROUPS}",
-    f"{FULL} {TILES} {GROUPS}", f"{FULL} {TILES} {UNITS}", f"{FULL} {GROUPS} {UNITS}"])
+    f"{FULL} {TILES} {GROUPS}", f"{FULL} {TILES} {UNITS}", f"{FULL} {GROUPS} {UNITS}", CHUNKS, f"{FULL} {CHUNKS}",
+    f"{SELECTIVE} {GROUPS} {CHUNKS}"])
 def test_what_is_computed_again_is_counted(flags: str) -> None:
     run = tiny_run([*SIZES.split(), *flags.split()])
     flops, repeats = sequence_flops(run.model, run.data.seq_length), repeats_of(run)
