@@ -40,6 +40,9 @@ def with_vocab(run: Run, vocab_size: int) -> Run:
             does not divide over the tensor-parallel ranks.
     """
     model, tp = run.model, run.parallel.tp
+    if 0 < model.vocab_size < vocab_size and run.checkpoint.load_hf:
+        raise ConfigError(f"--load-hf {run.checkpoint.load_hf} is a model of {model.vocab_size} tokens, and the "
+                          f"tokenizer has {vocab_size}; name the model's own tokenizer.")
     if 0 < model.vocab_size < vocab_size:
         raise ConfigError(f"--vocab-size {model.vocab_size}: the tokenizer has {vocab_size} tokens; leave the flag "
                           f"out, or give {vocab_size} or more.")

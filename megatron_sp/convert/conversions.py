@@ -44,12 +44,14 @@ class Result:
     notes: list[str]
 
 
-def refuse_used_directory(save: Path) -> None:
-    """Refuse a ``--save`` that holds checkpoints already.
+def refuse_used_directory(load: Path, save: Path) -> None:
+    """Refuse a ``--save`` that is the source, or that holds checkpoints already.
 
     Raises:
-        CheckpointError: naming the checkpoints.
+        CheckpointError: naming the directory.
     """
+    if load.resolve() == save.resolve():
+        raise CheckpointError(f"--save {save} is the directory that --load names; give a new directory")
     if found := files.iteration_directories(save):
         raise CheckpointError(f"--save {save} holds checkpoints already (iterations {', '.join(map(str, found))}); "
                               "give a new directory")
@@ -92,7 +94,7 @@ def hf_to_native(load: Path, save: Path) -> Result:
     fields, problems = model_fields(config)
     if problems:
         raise CheckpointError(f"{load / CONFIG}: {'; '.join(problems)}")
-    refuse_used_directory(save)
+    refuse_used_directory(load, save)
     notes = []
     window = sliding_window(config)
     if window and fields.get("max_position_embeddings") == window:
@@ -129,7 +131,7 @@ def megatron_to_native(load: Path, save: Path, *, iteration: int | None, qkv_lay
         raise ConfigError(parsed.problems)
     given = {field.name: value for field in fields_of(Model)
              if (value := getattr(parsed.run.model, field.name)) != getattr(Model(), field.name)}
-    refuse_used_directory(save)
+    refuse_used_directory(load, save)
     source = open_checkpoint(load, iteration)
     theirs, problems = megatron.model_fields(source)
     problems = [problem for problem in problems if not any(problem.startswith(name) for name in given)]

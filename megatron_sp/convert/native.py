@@ -146,13 +146,23 @@ def write_checkpoint(directory: Path, iteration: int, weights: Weights, run: Run
         if building is not None:
             with contextlib.suppress(OSError, CheckpointError):
                 writing.remove_unfinished(building)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"cannot write {directory}: {error.strerror or error}. Free some space, or give "
-                                  "another --save") from None
+        if reason := _failure_of_system(error):
+            raise CheckpointError(f"cannot write {directory}: {reason}. Free some space, or give another --save"
+                                  ) from None
         raise
     finally:
         if lock is not None:
             lock.release()
+
+
+def _failure_of_system(error: BaseException | None) -> str:
+    """Return the operating system's words where an error came from a file that it could not write; else "".
+
+    torch.save raises an error of its own while it handles the system's.
+    """
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return (error.strerror or str(error)) if error is not None else ""
 
 
 def _write_tensors(building: Path, weights: Weights) -> dict[str, dict[str, Any]]:
@@ -160,13 +170,15 @@ def _write_tensors(building: Path, weights: Weights) -> dict[str, dict[str, Any]
     writer = _StreamWriter(building)
     total = 4 * sum(torch.Size(tensor.shape).numel() for tensor in weights.values())
     streamed: Any = {f"model.{name}": _StreamedTensor(tensor) for name, tensor in weights.items()}
+    failure: BaseException | None = None
     with progress_bar(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="writing") as bar:
         with _without_warning_of_no_group():
             try:
                 dcp.save(streamed, storage_writer=writer, planner=_StreamPlanner(bar.update), no_dist=True)
             except dcp.api.CheckpointException as error:      # torch wraps what happened on this only rank
-                cause = next(iter(error.failures.values()))[0]
-                raise cause from None
+                failure = next(iter(error.failures.values()))[0]
+    if failure is not None:     # raised here, because a raise above would replace the context that holds its cause
+        raise failure
     return writer.entries()
 
 

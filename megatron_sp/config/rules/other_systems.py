@@ -20,8 +20,8 @@ def other_system_problem(directory: str | Path, flag: str = "--load") -> str:
     if not path.is_dir():
         return ""
     if _is_hugging_face(path):
-        return (f"{flag} {path} is a model in Hugging Face's format. Start from it with --load-hf {path}, or convert "
-                f"it first: {CONVERT} hf-to-megatron-sp --load {path} --save NEW_DIRECTORY.")
+        return (f"{flag} {path} is a model in Hugging Face's format. Train it further with pretrain_gpt.py --load-hf "
+                f"{path}, or convert it first: {CONVERT} hf-to-megatron-sp --load {path} --save NEW_DIRECTORY.")
     if kind := _megatron_kind(path):
         if kind == "Megatron-core":
             return (f"{flag} {path} is a distributed checkpoint of Megatron-core (torch_dist), which cannot be read. "

@@ -17,7 +17,7 @@ RUN = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --t
 
 
 @pytest.mark.parametrize("content, message", [
-    ({"config.json": json.dumps({"model_type": "llama"})}, "Start from it with --load-hf"),
+    ({"config.json": json.dumps({"model_type": "llama"})}, "Train it further with pretrain_gpt.py --load-hf"),
     ({"iter_0000100/mp_rank_00/model_optim_rng.pt": "", "latest_checkpointed_iteration.txt": "100"},
      "is a checkpoint of Megatron-LM. Convert it first: python tools/convert_checkpoint.py megatron-lm-to-megatron-sp"),
     ({"global_step100/mp_rank_00_model_states.pt": "", "latest": "global_step100"},
