@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model import build
 from megatron_sp.model.gpt import GPT
 from megatron_sp.parallel.mesh import ParallelMesh
@@ -96,4 +97,7 @@ def _microbatch(run: Run) -> Microbatch:
     text, labels, positions = (torch.zeros(size, tokens, dtype=torch.int64) for _ in range(3))
     with unset_fake_temporarily():
         ids = torch.arange(size)
-    return Microbatch(text, labels, positions, ids, size * tokens)
+    mask = CAUSAL
+    if run.data.reset_attention_mask:  # documents of a quarter of the sequence, and one that begins a token later
+        mask = AttentionMask(((0, run.data.seq_length // 4, run.data.seq_length // 2 + 1),) * size)
+    return Microbatch(text, labels, positions, ids, size * tokens, mask)

@@ -30,8 +30,9 @@ ONE_RANK = TensorRegion(mesh=None, group=None, size=1, rank=0, megatron_sp=False
 @pytest.mark.parametrize("world, flags", [
     (1, GQA + SMALL), (1, COMMON + SMALL), (1, GQA + SMALL + FULL + "--mlp-tile-size 512 --attention-head-groups 2"),
     (2, GQA + SMALL + "--ulysses-size 2"), (2, GQA + SMALL + "--ring-size 2"),
-    (2, GQA + SMALL + "--tensor-model-parallel-size 2 --sequence-parallel")],
-    ids=["llama", "gpt2", "techniques", "ulysses", "ring", "tp"])
+    (2, GQA + SMALL + "--tensor-model-parallel-size 2 --sequence-parallel"),
+    (2, GQA + SMALL + "--ulysses-size 2 --reset-attention-mask")],
+    ids=["llama", "gpt2", "techniques", "ulysses", "ring", "tp", "documents"])
 def test_no_tensor_as_large_as_the_square_of_the_length(world: int, flags: str) -> None:
     run = resolved(flags, world)
     traced = trace_step(run)
