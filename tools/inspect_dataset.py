@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -145,7 +146,10 @@ def show_tokens(ids: np.ndarray, length: int, tokenizer: Tokenizer | None, inden
     """Print the first token ids of a piece of ``length`` tokens, and their text where there is a tokenizer."""
     more = f" ... ({length - len(ids):,} more)" if len(ids) < length else ""
     print(f"{indent}tokens {' '.join(map(str, ids.tolist()))}{more}")
-    if tokenizer is not None:
+    if tokenizer is not None and int(ids.max(initial=0)) >= tokenizer.vocab_size:
+        print(f"{indent}text   unknown: the id {int(ids.max())} is not in the tokenizer's vocabulary of "
+              f"{tokenizer.vocab_size}; the data was made with another one")
+    elif tokenizer is not None:
         print(f"{indent}text   {tokenizer.decode(ids.tolist())!r}{' ...' if more else ''}")
 
 
@@ -234,18 +238,19 @@ def show_batch(batch: Microbatch, ranges: Sequence[tuple[int, int]], tokenizer: 
 
 def problems_of(prefix: str, vocab_size: int) -> list[str]:
     """Return what is wrong with a token set, one sentence each. Reads every token."""
+    has_sums = os.path.exists(checksum_path(prefix))
+    found: list[str] = []
     try:
+        found = find_damage(prefix) if has_sums else []
         dataset = IndexedDataset(prefix)
         smallest, largest = token_range(dataset)
-        found = find_damage(prefix) if Path(checksum_path(prefix)).exists() else []
     except DataError as error:
-        return [str(error)]
+        return found or [str(error)]
     if dataset.num_tokens and (smallest < 0 or (vocab_size and largest >= vocab_size)):
         found.append(f"{bin_path(prefix)} has the token ids {smallest} to {largest}; a vocabulary of "
                      f"{vocab_size or 'any size'} has only ids from 0{f' to {vocab_size - 1}' if vocab_size else ''}.")
-    said = "" if Path(checksum_path(prefix)).exists() else " (no checksums to compare with)"
     print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, ids {smallest} to "
-          f"{largest}{said}")
+          f"{largest}{'' if has_sums else ' (no checksums to compare with)'}")
     return found
 
 

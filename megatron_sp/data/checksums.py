@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_sp.errors import DataError
 from megatron_sp.output_files import complete_file, reason_of
@@ -61,22 +61,24 @@ def write_checksums(prefix: str | os.PathLike[str], progress: Callable[[int], No
         file.write(json.dumps(content).encode() + b"\n")
 
 
-def find_damage(prefix: str | os.PathLike[str], progress: Callable[[int], None] = lambda count: None) -> list[str]:
-    """Read both files of a token set and compare them with the checksum file.
+def find_damage(prefix: str | os.PathLike[str], progress: Callable[[int], None] = lambda count: None,
+                endings: Sequence[str] = ENDINGS) -> list[str]:
+    """Read the files of a token set and compare them with the checksum file.
 
     Args:
         prefix: path of the files without ending.
         progress: called with the number of bytes of each block that was read.
+        endings: which of the two files to read.
 
     Returns:
-        One sentence for each difference; an empty list if both files are as they were written.
+        One sentence for each difference; an empty list if the files are as they were written.
 
     Raises:
         DataError: a file is missing or cannot be read, or the checksum file is damaged itself.
     """
     files, block_bytes = _read(checksum_path(prefix))
     problems = []
-    for ending in ENDINGS:
+    for ending in endings:
         path, (size, blocks) = f"{os.fspath(prefix)}.{ending}", files[ending]
         found = 0
         for place, (count, digest) in enumerate(_blocks_of(path, block_bytes)):

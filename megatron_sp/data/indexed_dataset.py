@@ -27,6 +27,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_sp.config.rules.files import token_file_problem
+from megatron_sp.data.checksums import checksum_path, find_damage
 from megatron_sp.errors import DataError
 from megatron_sp.output_files import reason_of
 
@@ -83,6 +84,9 @@ class TokenSequences(Protocol):
 class IndexedDataset:
     """Sequences of tokens on disk. Opening maps the index into memory and checks both files.
 
+    Where there is a checksum file (see ``checksums.py``), the index is compared with it too: no other check could see
+    that the end of a document has moved. The tokens are not read; ``tools/inspect_dataset.py check`` reads them.
+
     Args:
         prefix: path of the two files without ``.bin`` / ``.idx``.
 
@@ -103,6 +107,7 @@ class IndexedDataset:
         try:
             self._read_index()
             self._check_index()
+            self._check_sums()
             self._file = os.open(bin_path(prefix), os.O_RDONLY)
         except OSError as error:
             raise DataError(f"{error.filename or idx_path(prefix)} cannot be read: {reason_of(error)}.") from None
@@ -160,6 +165,11 @@ class IndexedDataset:
             raise DataError(f"{bin_path(self.prefix)} has {size} bytes, but {path} describes {self.num_tokens} "
                             f"{self.dtype.name} tokens in {len(lengths)} sequences, which take {expected}; the two "
                             "files come from different runs or one is cut short. Preprocess the data again.")
+
+    def _check_sums(self) -> None:
+        if os.path.exists(checksum_path(self.prefix)) and (found := find_damage(self.prefix, endings=("idx",))):
+            raise DataError(f"{found[0]} Restore the file or preprocess the data again. If another program has written "
+                            f"this set anew, remove {checksum_path(self.prefix)}.")
 
     def __len__(self) -> int:
         """Return the number of sequences."""

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_sp.data import indexed_dataset as files
 from megatron_sp.data import token_writer
+from megatron_sp.data.checksums import write_checksums
 from megatron_sp.data.indexed_dataset import IndexedDataset, best_dtype
 from megatron_sp.data.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import DataError
@@ -190,6 +191,19 @@ def test_a_damaged_index_is_refused_when_opened(tmp_path, damage):
     (tmp_path / "x.idx").write_bytes(content)
     with pytest.raises(DataError, match="x.idx"):
         IndexedDataset(tmp_path / "x")
+
+
+def test_the_end_of_a_document_that_moved_is_seen_by_checksums(tmp_path):
+    """Offsets and lengths do not change, so nothing but a checksum can tell."""
+    write(tmp_path / "x", [[1, 2], [3], [4, 5, 6]])
+    content = bytearray((tmp_path / "x.idx").read_bytes())
+    struct.pack_into("<q", content, 34 + 12 * 3 + 8, 2)
+    write_checksums(tmp_path / "x")
+    (tmp_path / "x.idx").write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.idx: bytes 0 to .* remove .*x\.checksums\.json"):
+        IndexedDataset(tmp_path / "x")
+    (tmp_path / "x.checksums.json").unlink()
+    assert IndexedDataset(tmp_path / "x").document_indices.tolist() == [0, 2, 2, 3]
 
 
 def test_files_of_different_runs_are_refused(tmp_path):

@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from benchmarks import data_order
 from megatron_sp.config.schema import Data
 from megatron_sp.data import blend as blends
 from megatron_sp.data import sample_order as order
@@ -81,6 +82,22 @@ def test_counts_beyond_2_to_the_31():
     starts = order.build_starts(np.array([2**31 - 1, 5], dtype=np.int32), np.array([0, 0, 0, 1]))
     assert starts.tolist() == [0, 2**31 - 1, 2**32 - 2, 3 * 2**31 - 3, 3 * 2**31 + 2]
     assert order.locate(starts, 3 * 2**31 - 3) == 3
+
+
+def test_a_sample_index_beyond_2_to_the_31():
+    """Three epochs of two documents of 2^31 - 1 tokens: positions beyond 2^33 are found without an array of samples."""
+    lengths = np.full(2, 2**31 - 1, dtype=np.int32)
+    plan = order.plan_epochs(int(lengths.sum(dtype=np.int64)), 2, 3 * (2**31 - 2))
+    assert (plan.num_epochs, plan.num_samples) == (3, 3 * (2**31 - 1) - 1)
+    starts = order.build_starts(lengths, np.array([0, 1, 1, 0, 0, 1], dtype=np.int32))
+    last = 2 * (plan.num_samples - 1)
+    assert last > 2**33 and order.locate(starts, np.array([2**31 - 2, 2**31 - 1, last])).tolist() == [0, 1, 5]
+    assert last + 2 + 1 <= starts[-1] < last + 4 + 1
+
+
+def test_the_benchmark_of_large_corpora_runs():
+    found = data_order.measure(documents=1000, samples=20_000, seq_length=8, repeats=1)
+    assert found["samples"] >= 20_000 and found["bytes_per_sample"] == 4
 
 
 def test_split_by_documents():
@@ -197,6 +214,9 @@ def test_an_empty_split_is_an_error_that_names_it(tmp_path):
         build_without_cache(data, (5, 0, 5))
     splits = build_without_cache(data, (5, 0, 0))
     assert splits.valid is None and splits.test is None
+    write(tmp_path / "y", [[1, 2, 3]] * 50)
+    with pytest.raises(DataError, match="test split.*98,1,1.*50 documents"):  # half a document, rounded to none
+        build_without_cache(Data(seq_length=2, data_path=(str(tmp_path / "y"),), split="98,1,1"), (50, 5, 5))
     no_share = Data(seq_length=2, data_path=(str(tmp_path / "x"),), split="98,2,0")
     with pytest.raises(DataError, match="validation split"):
         build_without_cache(no_share, (5, 5, 5))

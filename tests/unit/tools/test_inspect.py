@@ -65,6 +65,8 @@ def test_documents_are_shown_with_their_text(mixed: Path, capsys: pytest.Capture
                                                                            ("merge", "merges.txt"))]
     assert inspect_dataset.main(["documents", str(SET_A), "47", "--tokens", "4", *gpt2]) == 0
     assert "text   '" in capsys.readouterr().out
+    assert inspect_dataset.main(["documents", str(mixed), "2", *flags[:3], "4"]) == 0
+    assert "the id 9 is not in the tokenizer's vocabulary of 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
