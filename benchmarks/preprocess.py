@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--merge-file", default="", help="GPT-2's merges.txt")
     parser.add_argument("--tokenizer-model", default=str(ROOT / "tests/fixtures/tok/spm_bpe_4k.model"),
                         help="SentencePiece model (default: one of the tests)")
+    parser.add_argument("--only", choices=("gpt2", "sentencepiece"), default=None, help="measure only this tokenizer")
     parser.add_argument("--workers", type=int, default=2, help="processes of each program (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each program (default: %(default)s)")
     parser.add_argument("--memory", action="store_true", help="compare peak memory with that of ten times the input")
@@ -203,6 +204,8 @@ def main() -> None:
             make_input(source, arguments.megabytes * 10**6)
         results["megabytes"] = round(source.stat().st_size / 1e6, 1)
         for kind, (flags, files) in jobs.items():
+            if arguments.only not in (None, kind):
+                continue
             found = results[kind] = measure(arguments, kind, flags, files, source, Path(name))
             print(json.dumps({kind: found}, indent=1), flush=True)
             small, large = found.get("peak_mib", (1, 1))

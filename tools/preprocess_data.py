@@ -26,7 +26,7 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
 
 from megatron_sp.config.schema import Data  # noqa: E402
 from megatron_sp.data.corpus.inputs import FORMATS, choose_share, find_parts, total_size  # noqa: E402
-from megatron_sp.errors import ConfigError  # noqa: E402
+from megatron_sp.errors import ConfigError, DataError  # noqa: E402
 from megatron_sp.runtime import keep_tokenizers_single_threaded, run_program  # noqa: E402
 
 if TYPE_CHECKING:
@@ -198,6 +198,10 @@ def main(argv: list[str]) -> int:
         kept = os.path.exists(f"{output_prefix(arguments)}.unfinished.json")
         print(f"\ninterrupted; {'--resume continues this run' if kept else 'nothing was written'}", file=sys.stderr)
         return 128 + interrupt.args[0]
+    except DataError as error:
+        if not os.path.exists(f"{output_prefix(arguments)}.unfinished.json") or "--resume" in str(error):
+            raise
+        raise DataError(f"{error} What was written before is kept: --resume continues it.") from None
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -240,7 +244,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     before = preprocessor.done_before()
     files = len({part.path for part in parts})
-    print(f"reading {files} file{'s' * (files != 1)}{'' if size is None else f', {size / 1e6:,.1f} MB'}, with "
+    print(f"reading {files:,} file{'s' * (files != 1)}{'' if size is None else f', {size / 1e6:,.1f} MB'}, with "
           f"{workers} process{'es' * (workers > 1)}", flush=True)
     with progress_bar(total=size, initial=before.bytes_read, unit="B", unit_scale=True, desc="tokenizing",
                       dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 5.0) as shown:

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_sp.config.schema import Data
 from megatron_sp.data import long_text
+from megatron_sp.data.hugging_face_words import hugging_face_splitter
 from megatron_sp.data.words import WordCache, gpt2_splitter, sentencepiece_words
 from megatron_sp.errors import DataError
 
@@ -228,6 +229,19 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.unknown = self._tokenizer.unk_token_id
         self.eod = self._tokenizer.eos_token_id
+        self._parse_special = parse_special
+        self._words: WordCache | None = None
+        self._knows_words: bool | None = None  # None: not found out yet
+
+    def encode_arrays(self, texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
+        if self._knows_words is None:
+            fast = self._tokenizer.is_fast
+            split = hugging_face_splitter(self._tokenizer.backend_tokenizer, self._parse_special) if fast else None
+            self._knows_words = split is not None
+            self._words = WordCache(split, self.encode_batch, dtype) if split else None
+        if self._words is None:
+            return super().encode_arrays(texts, dtype)
+        return _by_words(self._words, texts, long_text.whole, super().encode_arrays, dtype)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

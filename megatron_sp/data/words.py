@@ -2,7 +2,7 @@
 
 Most words of a text have been seen before. Looking them up is faster than letting a tokenizer library merge their
 characters again. This is exact only where the library would split a text into the same words and encode each on its
-own. Each splitter below returns None for a text where that is not certain; the library then encodes that text.
+own. Each splitter (below and in ``hugging_face_words.py``) returns None for a text where that is not certain; the library then encodes that text.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class WordCache:
 # characters are letters depends on the version of Unicode that a library knows. So only characters are listed here that
 # have belonged to the same class in every version since 3.2, and emoji, which never were letters. For texts in these
 # characters the expression below is GPT-2's.
-_LETTERS = ("A-Za-z\u00aa\u00b5\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u0220\u0222-\u0233\u0388-\u038a\u038c"
+LETTERS = ("A-Za-z\u00aa\u00b5\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u0220\u0222-\u0233\u0388-\u038a\u038c"
             "\u038e-\u03a1\u03a3-\u03ce\u0400-\u0481\u048a-\u04ce\u05d0-\u05ea\u0621-\u063a\u0640-\u064a\u0905-\u0939\u1e00-\u1e9b"
             "\u1ea0-\u1ef9\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3\uff21-\uff3a\uff41-\uff5a")
-_DIGITS = "0-9\u00b2\u00b3\u00b9\u00bc-\u00be\uff10-\uff19"
-_SPACES = "\\t-\\r \u00a0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+DIGITS = "0-9\u00b2\u00b3\u00b9\u00bc-\u00be\uff10-\uff19"
+SPACES = "\\t-\\r \u00a0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _OTHERS = ("\\0-\\x08\\x0e-\\x1f!-/:-@\\[-`{-\\x7f\u00a1-\u00a9\u00ab-\u00b1\u00b4\u00b6-\u00b8\u00bb\u00bf\u00d7\u00f7"
            "\u0300-\u034f\u0360-\u036f\u200b-\u2027\u202a-\u202e\u2030-\u2052\u20a0-\u20ac\u2190-\u22ff\u2500-\u2613"
            "\u2619-\u266f\u3001-\u3004\u3008-\u3020\ufe0f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65"
@@ -82,8 +82,8 @@ def _gpt2_words(letters: str, digits: str, spaces: str) -> re.Pattern[str]:
 
 
 GPT2_ASCII_WORDS = _gpt2_words("A-Za-z", "0-9", "\\t-\\r ")  # fewer characters are compared faster
-GPT2_WORDS = _gpt2_words(_LETTERS, _DIGITS, _SPACES)
-GPT2_UNCERTAIN = re.compile(f"[^{_LETTERS}{_DIGITS}{_SPACES}{_OTHERS}]")
+GPT2_WORDS = _gpt2_words(LETTERS, DIGITS, SPACES)
+GPT2_UNCERTAIN = re.compile(f"[^{LETTERS}{DIGITS}{SPACES}{_OTHERS}]")
 
 
 def gpt2_splitter(special: str) -> Splitter:

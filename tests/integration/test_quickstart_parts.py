@@ -179,7 +179,7 @@ def test_a_tokenizer_learns_from_long_lines_and_reads_what_the_preprocessor_read
     assert "--on-error skip" in done.stderr and not (tmp_path / "t.model").exists()
     done = run_tool("train_tokenizer.py", *words_given, "--on-error", "skip")
     assert done.returncode == 0, done.stderr
-    assert "6 documents" in done.stdout and "skipped 1 line: 'text' is not a string" in done.stdout
+    assert "6 documents" in done.stdout and "skipped 1 record: 'text' is not a string" in done.stdout
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t.model"))
     pieces = [model.id_to_piece(i) for i in range(360)]
     assert sum(any(letter in greek for letter in piece) for piece in pieces) > 80
