@@ -2,8 +2,8 @@
 
 Most words of a text have been seen before. Looking them up is faster than letting a tokenizer library merge their
 characters again. This is exact only where the library would split a text into the same words and encode each on its
-own. Each splitter, here and in ``hugging_face_words.py``, returns None for a text where that is not certain; the library
-then encodes that text.
+own. Each splitter, here and in ``hugging_face_words.py``, returns None for a text where that is not certain; then the
+library encodes that text.
 """
 
 from __future__ import annotations
