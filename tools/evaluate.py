@@ -21,7 +21,7 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,6 @@ from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
     from megatron_sp.data.indexed_dataset import IndexedDataset
     from megatron_sp.model.gpt import GPT
@@ -75,20 +74,12 @@ def choose_documents(lengths: np.ndarray, count: int, least: int) -> list[int]:
     return fitting[places].tolist()
 
 
-def token_losses(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token after the first, given those before it: ``[t]`` to fp32 ``[t - 1]``, in nats."""
-    import torch
-
-    labels = tokens[None, 1:]
-    positions = torch.arange(labels.numel(), device=tokens.device)[None]
-    with torch.no_grad():
-        return model(tokens[None, :-1], positions, torch.zeros(1, dtype=torch.int64), labels=labels,
-                     reduction="none")[0]
-
-
 def evaluate(model: GPT, data: IndexedDataset, chosen: list[int], seq_length: int,
-             vocab_size: int) -> list[DocumentLosses]:
+             vocab_size: int, chunk: int = 0) -> list[DocumentLosses]:
     """Return the losses of the chosen documents: of at most ``seq_length`` tokens of each, after its first token.
+
+    Args:
+        chunk: read documents in chunks of so many tokens; 0: whole documents.
 
     Raises:
         DataError: a document has a token id that the model's vocabulary lacks.
@@ -96,6 +87,7 @@ def evaluate(model: GPT, data: IndexedDataset, chosen: list[int], seq_length: in
     import numpy as np
     import torch
 
+    from megatron_sp.model.reading import token_losses
     from megatron_sp.progress import progress_bar
 
     device = next(model.parameters()).device
@@ -106,7 +98,7 @@ def evaluate(model: GPT, data: IndexedDataset, chosen: list[int], seq_length: in
         if int(ids.max()) >= vocab_size:
             raise DataError(f"document {index} of {data.prefix}.bin has the token id {int(ids.max())}, but the model's "
                             f"vocabulary has {vocab_size}; the data was preprocessed with another tokenizer")
-        losses = token_losses(model, torch.from_numpy(ids).to(device))
+        losses = token_losses(model, torch.from_numpy(ids).to(device), chunk)
         found.append(DocumentLosses(index, length, losses.cpu().numpy()))
     return found
 
@@ -183,6 +175,9 @@ def build_parser() -> argparse.ArgumentParser:
                        help="preprocessed documents: path of the data set without .bin and .idx")
     group.add_argument("--seq-length", type=int, metavar="N",
                        help="most tokens to read of each document (default: --seq-length of the training)")
+    group.add_argument("--sequence-chunk-size", type=int, metavar="N",
+                       help="read each document in chunks of N tokens, so that memory for activations does not depend "
+                            "on its length (default: whole documents)")
     group.add_argument("--num-documents", type=int, default=100, metavar="N",
                        help="most documents to read; they are spread evenly over the data (default: %(default)s)")
     group.add_argument("--min-length", type=int, default=2, metavar="N",
@@ -195,7 +190,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
-    for flag in ("num_documents", "min_length", "seq_length"):
+    for flag in ("num_documents", "min_length", "seq_length", "sequence_chunk_size"):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} {value} must be at least 1")
@@ -214,8 +209,10 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"--seq-length {seq_length} exceeds the model's {limit} learned positions")
     data = IndexedDataset(arguments.data_path)
     chosen = choose_documents(data.lengths, arguments.num_documents, arguments.min_length)
+    chunk = arguments.sequence_chunk_size or 0
+    run = replace(run, memory=replace(run.memory, sequence_chunk_size=chunk))
     model = load_model(for_device(run), arguments.load, arguments.ckpt_step)
-    result = report(evaluate(model, data, chosen, seq_length, run.model.vocab_size), seq_length)
+    result = report(evaluate(model, data, chosen, seq_length, run.model.vocab_size, chunk), seq_length)
     runtime.stop()
     print(f"{result['documents']} documents, {result['tokens']:,} tokens: loss {result['loss']:.4f}, perplexity "
           f"{result['perplexity']:.2f}")

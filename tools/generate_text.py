@@ -103,7 +103,8 @@ def print_continuations(model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]
     assert model.output is not None
     steps = generate_batch(model, tokens, arguments.max_new_tokens, sampling, vocab_size=vocab_size,
                            eod=None if arguments.ignore_eod else tokenizer.eod, seed=arguments.seed,
-                           use_cache=not arguments.no_cache, region=model.output.region)
+                           use_cache=not arguments.no_cache, region=model.output.region,
+                           chunk=arguments.sequence_chunk_size or 0)
     try:
         new = next(steps)
         while True:
@@ -147,6 +148,9 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("running")
     group.add_argument("--batch-size", type=int, default=8, metavar="N",
                        help="prompts that are continued at the same time (default: %(default)s)")
+    group.add_argument("--sequence-chunk-size", type=int, metavar="N",
+                       help="read prompts in chunks of N tokens, so that memory for activations does not depend on "
+                            "their length (default: whole prompts)")
     group.add_argument("--no-cache", action="store_true",
                        help="compute the whole text again for every token, without a key/value cache (slow)")
     return parser
@@ -154,8 +158,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
-    for flag, value in (("--max-new-tokens", arguments.max_new_tokens), ("--batch-size", arguments.batch_size)):
-        if value < 1:
+    for flag, value in (("--max-new-tokens", arguments.max_new_tokens), ("--batch-size", arguments.batch_size),
+                        ("--sequence-chunk-size", arguments.sequence_chunk_size)):
+        if value is not None and value < 1:
             raise ConfigError(f"{flag} {value} must be at least 1")
     if not 0 <= arguments.seed < 1 << 63:
         raise ConfigError(f"--seed {arguments.seed} must be at least 0 and below 2^63")
@@ -168,7 +173,8 @@ def main(argv: list[str]) -> None:
     run = read_config(arguments.load, arguments.ckpt_step, tp=environment.world_size)
     moved = {name: value for name in ("tokenizer_model", "vocab_file", "merge_file")
              if (value := getattr(arguments, name))}
-    run = replace(run, data=replace(run.data, **moved))
+    run = replace(run, data=replace(run.data, **moved),
+                  memory=replace(run.memory, sequence_chunk_size=arguments.sequence_chunk_size or 0))
     # Called here to refuse wrong values before the model is loaded.
     Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     tokenizer = choose_tokenizer(run)

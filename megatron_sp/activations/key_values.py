@@ -68,6 +68,13 @@ class KeyValueStore:
         """Return the bytes of everything that is kept now."""
         return sum(stored.nbytes for kept in self._kept.values() for stored in kept.stored())
 
+    def take_layers(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield each layer's number and the keys and values of all chunks, [b, s, g, d]; the store forgets them."""
+        for layer, first_head in sorted(self._kept):
+            values = self._kept.pop((layer, first_head)).values
+            k, v = torch.cat([self.storage.get(values[number]) for number in sorted(values)], dim=2)
+            yield layer, k, v
+
     def of_heads(self, layer: int, first_head: int) -> _Kept:
         """Return what is kept of a layer and of the group of heads that starts with a head."""
         return self._kept.setdefault((layer, first_head), _Kept())

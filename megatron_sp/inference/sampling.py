@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_sp.errors import ConfigError
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
+from megatron_sp.model.reading import prefill
 from megatron_sp.parallel.tensor import TensorRegion
 
 
@@ -93,7 +94,8 @@ def generate(model: nn.Module, prompt: Sequence[int], max_new_tokens: int, sampl
 
 def generate_batch(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, *,
                    vocab_size: int, eod: int | None = None, seed: int = 1234, use_cache: bool = True,
-                   region: TensorRegion | None = None) -> Generator[list[int | None], Collection[int] | None, None]:
+                   region: TensorRegion | None = None,
+                   chunk: int = 0) -> Generator[list[int | None], Collection[int] | None, None]:
     """Continue several prompts together, one token of each per step.
 
     All rows are at the same position at every step, so nothing is padded or masked. The first step reads as many tokens
@@ -112,6 +114,7 @@ def generate_batch(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_t
         eod: a row ends when this token is drawn, and the token is not yielded; None: no token ends a row.
         seed: seed of the draws. Each row has a generator of its own, so a row does not depend on the others.
         use_cache: keep keys and values; without them every step computes the whole text again.
+        chunk: read the prompts in chunks of so many tokens, with a model that was built for chunks; 0: all at once.
         region: the tp ranks over which the vocabulary is split. All of them call this and draw the same tokens.
 
     Yields:
@@ -129,7 +132,12 @@ def generate_batch(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_t
     rows, length, seen = [list(prompt) for prompt in prompts], min(map(len, prompts)), 0
     left = [max_new_tokens] * len(rows)
     while any(left):
-        logits = gather_vocabulary(_next_logits(model, [row[:length] for row in rows], seen, cache, device), region)
+        texts = [row[:length] for row in rows]
+        if cache is not None and not seen and 0 < chunk < length:
+            logits = prefill(model, torch.tensor(texts, device=device), cache, chunk)
+        else:
+            logits = _next_logits(model, texts, seen, cache, device)
+        logits = gather_vocabulary(logits, region)
         seen = length if use_cache else 0
         new: list[int | None] = [None] * len(rows)
         for number, row in enumerate(rows):

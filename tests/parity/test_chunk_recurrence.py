@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from megatron_sp.inference.sampling import Sampling, generate_batch
 from megatron_sp.model.build import build_model
+from megatron_sp.model.reading import token_losses
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.proof.data import batch, local_microbatches
 from megatron_sp.proof.reference import keyed_dropout, random_weights, reference_evaluation
@@ -112,3 +114,21 @@ def evaluation_error(flags: str, world: int) -> float:
 def test_evaluation() -> None:
     errors = run_ranks(evaluation_error, 2, f"{U2} --offload-key-values --zero-stage 3", 2)
     assert max(errors) < TOLERANCE
+
+
+def reading_errors() -> tuple[float, bool]:
+    """On a rank: the largest change of a token's loss when a text is read in chunks, and whether texts are equal."""
+    run = Case("reading", 1, CHUNK, "gpt2").run()
+    model = build_model(run, ParallelMesh.build(run.parallel), dtype=torch.float64)
+    load_full(model, random_weights(run))
+    text = batch(run)[0][0, :54]  # three chunks and a part of one
+    whole, chunks = (token_losses(model.eval(), text, size) for size in (0, 16))
+    prompts = [text[:40].tolist(), text[:45].tolist()]
+    texts = [list(generate_batch(model, prompts, 5, Sampling(temperature=0), vocab_size=97, chunk=size))
+             for size in (0, 16)]
+    return float((whole - chunks).abs().max()), texts[0] == texts[1] and len(texts[0]) == 10
+
+
+def test_a_text_read_in_chunks_is_read_alike() -> None:
+    ((error, is_equal),) = run_ranks(reading_errors, 1)
+    assert error < TOLERANCE and is_equal
