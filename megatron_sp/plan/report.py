@@ -16,6 +16,7 @@ from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.layout.grid import Grid
 from megatron_sp.layout.schedules import stages_of_rank
 from megatron_sp.layout.stages import stage_layers
+from megatron_sp.layout.tiles import num_chunks
 from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.plan.communication import Traffic, step_traffic
 from megatron_sp.plan.devices import GIB, Device
@@ -58,7 +59,7 @@ class Report:
             "parameters": parameters(run), "parameters_per_rank": _parameters_of_ranks(run),
             "batch": {"global": BatchSize.of(run).last, "micro": run.train.micro_batch_size,
                       "data_parallel": parallel.dp, "microbatches": _microbatches(run),
-                      "tokens_per_rank": run.data.seq_length // parallel.sp},
+                      "tokens_per_rank": run.data.seq_length // parallel.sp, "chunks": num_chunks(run)},
             "iterations": iterations, "samples": samples, "tokens": samples * run.data.seq_length,
             "attention_counted": "causal half" + (
                 ", as if each sequence were one document" if run.data.reset_attention_mask else ""),
@@ -203,7 +204,7 @@ def _batch_lines(facts: dict[str, Any]) -> list[str]:
     batch = facts["batch"]
     return [f"batch: {batch['global']} sequences = micro-batch {batch['micro']} x data parallel "
             f"{batch['data_parallel']} x {batch['microbatches']} microbatches; {batch['tokens_per_rank']:,} tokens of "
-            "each sequence per rank",
+            "each sequence per rank" + (f", in {batch['chunks']} chunks" if batch["chunks"] > 1 else ""),
             f"length: {facts['iterations']:,} steps, {facts['samples']:,} samples, {facts['tokens']:,} tokens"]
 
 
