@@ -19,6 +19,7 @@ MODEL = ("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-key-v
          "--global-batch-size 64 --train-iters 10 --lr 1e-4 --mock-data --vocab-size 32000 --swiglu --normalization "
          "RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0")
 TP2, U2, PP2 = "--tensor-model-parallel-size 2", "--ulysses-size 2", "--pipeline-model-parallel-size 2"
+CHUNKS = "--sequence-chunk-size 1024"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 
@@ -71,7 +72,18 @@ MUTANTS = {
         "train/trainer.py", "totals, state.scheduler_samples", "totals, state.scheduler_samples + samples", 1, "",
         "learning rate"),
     "each microbatch replaces the loss": Mutant(
-        "train/forward_backward.py", "total = total + loss.detach()", "total = loss.detach()", 1, "", "loss"),
+        "train/forward_backward.py", "self.microbatch_losses.append(loss)\n            total = total + loss",
+        "self.microbatch_losses.append(loss)\n            total = loss", 1, "", "loss"),
+    "each chunk replaces the loss": Mutant(
+        "train/forward_backward.py", "total = total + loss.detach()", "total = loss.detach()", 1, CHUNKS, "loss"),
+    "what later chunks send to keys and values is lost": Mutant(
+        "model/attention/chunk_attention.py", "(dk + later[0], dv + later[1])", "(dk, dv)", 1, CHUNKS, "gradient of"),
+    "chunks do not see the first one": Mutant(
+        "model/attention/chunk_attention.py", "for number in range(past.number)}",
+        "for number in range(1, past.number)}", 1, CHUNKS, "loss"),
+    "gradients of the first chunk alone": Mutant(
+        "train/chunk_recurrence.py", "for number in reversed(range(count))]", "for number in range(1)]", 1, CHUNKS,
+        "loss"),
     "tokens of one rank as denominator": Mutant(
         "train/train_step.py", "sum(batch.num_valid for batch in microbatches), \"fsdp\"",
         "sum(batch.num_valid for batch in microbatches), \"tp\"", 2, U2, "loss"),

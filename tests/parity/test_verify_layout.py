@@ -38,6 +38,10 @@ def small_run(flags: str, world: int) -> Run:
     (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --ulysses-size 2"),
     (8, "--ulysses-size 2 --ring-size 2 --zero-stage 3 --attention-dropout 0"),
     (8, "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --ulysses-size 2"),
+    pytest.param(4, "--ulysses-size 2 --zero-stage 2 --sequence-chunk-size 512 --recompute-granularity selective",
+                 marks=pytest.mark.slow),
+    pytest.param(4, "--pipeline-model-parallel-size 2 --ulysses-size 2 --sequence-chunk-size 1024",
+                 marks=pytest.mark.slow),
 ])
 def test_right_layouts_pass(world: int, flags: str) -> None:
     proven = small(flags, world)
