@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
@@ -27,6 +28,8 @@ from megatron_sp.convert.megatron_files import open_checkpoint
 from megatron_sp.convert.native import read_weights, write_checkpoint
 from megatron_sp.errors import CheckpointError, ConfigError
 
+#: The token that ends documents under GPT2BPETokenizer.
+GPT2_END = "<|endoftext|>"
 #: Keys of config.json that say which tokens are special.
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -202,20 +205,35 @@ def native_to_hf(load: Path, save: Path, *, iteration: int | None, model_type: s
     data, _ = with_existing_tokenizer(run.data, found.path)
     if tokenizer is not None:
         data = replace(data, tokenizer_model=str(tokenizer), vocab_file="", merge_file="")
-    copied = copied_names(data)
-    special = _special_tokens(copied)
-    notes = [] if copied or data.tokenizer_type == "NullTokenizer" else [
-        "the tokenizer's files are not here, so they are not copied; give them with --tokenizer"]
-    copied = {name: path for name, path in copied.items() if name != CONFIG}
+    copied, special, notes = _exported_tokenizer(data)
     export(save, family, model, read_weights(found.path), dtype=getattr(torch, dtype or run.precision.dtype),
            shard_bytes=shard_bytes, more_config=special, tokenizer=copied)
     return Result(save, [*found.notes, *notes])
 
 
-def _special_tokens(tokenizer: dict[str, Path]) -> dict[str, object]:
-    """Return the keys of config.json that say which tokens are special, from the source's config.json if it is kept."""
-    named: dict[str, object] = dict.fromkeys(SPECIAL_TOKENS)
-    if CONFIG in tokenizer:
-        theirs = files.read_json(tokenizer[CONFIG])
-        named |= {key: theirs[key] for key in SPECIAL_TOKENS if isinstance(theirs, dict) and key in theirs}
-    return named
+def _exported_tokenizer(data: Data) -> tuple[dict[str, Path | str], dict[str, object], list[str]]:
+    """Return the tokenizer's files for transformers, the special tokens as keys of config.json, and notes.
+
+    Returns:
+        The files as name -> path to copy, or text to write.
+    """
+    files_here = copied_names(data)
+    special: dict[str, object] = dict.fromkeys(SPECIAL_TOKENS)
+    if not files_here:
+        named = any(getattr(data, name) for name in FIELDS)
+        return {}, special, ["the tokenizer's files are not here, so they are not copied; give them with --tokenizer"
+                             ] if named else []
+    if data.vocab_file and data.merge_file:      # GPT2BPETokenizer, whose files may have any name
+        vocabulary = files.read_json(Path(data.vocab_file))
+        end = vocabulary.get(GPT2_END) if isinstance(vocabulary, dict) else None
+        special |= {"bos_token_id": end, "eos_token_id": end}
+        return {"vocab.json": Path(data.vocab_file), "merges.txt": Path(data.merge_file),
+                "tokenizer_config.json": json.dumps({"tokenizer_class": "GPT2Tokenizer"})}, special, []
+    if CONFIG in files_here:
+        theirs = files.read_json(files_here[CONFIG])
+        special |= {key: theirs[key] for key in SPECIAL_TOKENS if isinstance(theirs, dict) and key in theirs}
+    if Path(data.tokenizer_model).is_file():
+        return {"tokenizer.model": Path(data.tokenizer_model)}, special, [
+            f"{data.tokenizer_model} is copied as tokenizer.model; config.json names no special tokens, and "
+            "transformers may need further packages to read the file"]
+    return {name: path for name, path in files_here.items() if name != CONFIG}, special, []

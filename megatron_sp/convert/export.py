@@ -22,7 +22,7 @@ from megatron_sp.progress import progress_bar
 
 
 def export(directory: Path, family: Family, model: Model, weights: Weights, *, dtype: torch.dtype, shard_bytes: int,
-           more_config: dict[str, object], tokenizer: dict[str, Path]) -> list[str]:
+           more_config: dict[str, object], tokenizer: dict[str, Path | str]) -> list[str]:
     """Write a model's directory, which appears under its name when it is complete.
 
     Args:
@@ -32,7 +32,7 @@ def export(directory: Path, family: Family, model: Model, weights: Weights, *, d
         dtype: type of the written weights.
         shard_bytes: most bytes of one safetensors file, unless a single tensor has more.
         more_config: further keys of config.json.
-        tokenizer: files to copy beside the weights, by name.
+        tokenizer: name -> path of a file to copy beside the weights, or text to write.
 
     Returns:
         The names of the written files.
@@ -46,8 +46,11 @@ def export(directory: Path, family: Family, model: Model, weights: Weights, *, d
             raise CheckpointError(f"--save {directory} is not empty; give a new directory")
         aside.mkdir(parents=True)
         _write_weights(aside, _stored(family, model, weights), dtype, shard_bytes)
-        for name, path in tokenizer.items():
-            shutil.copyfile(path, aside / name)
+        for name, content in tokenizer.items():
+            if isinstance(content, Path):
+                shutil.copyfile(content, aside / name)
+            else:
+                _write_text(aside / name, content)
         config = hugging_face_config(family, model, str(dtype).removeprefix("torch.")) | more_config
         _write_text(aside / CONFIG, json.dumps(config, indent=2) + "\n")
         sync_directory(aside)

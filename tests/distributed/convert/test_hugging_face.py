@@ -17,11 +17,15 @@ import torch.distributed as dist
 import transformers
 
 from megatron_sp.checkpoint.state import model_pieces
+from megatron_sp.config.families import model_fields
 from megatron_sp.config.load import load_run
 from megatron_sp.config.resolve import with_vocab
-from megatron_sp.config.schema import Run
+from megatron_sp.config.schema import Data, Run
+from megatron_sp.convert.conversions import model_run
 from megatron_sp.convert.fill import fill_model
 from megatron_sp.convert.hugging_face import weights_of
+from megatron_sp.convert.native import write_checkpoint
+from megatron_sp.data.tokenizer import build_tokenizer
 from megatron_sp.errors import CheckpointError
 from megatron_sp.inference.sampling import Sampling, generate
 from megatron_sp.model.build import build_model
@@ -187,6 +191,27 @@ def test_generated_text_is_that_of_transformers(tmp_path: Path, capsys: pytest.C
     tokens = read(tmp_path / "back").generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20,
                                               do_sample=False, eos_token_id=None, pad_token_id=0)
     assert ours.rstrip("\n") == theirs.decode(tokens[0]).rstrip("\n")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama2"])
+def test_a_gpt2_tokenizer_is_one_of_transformers(tmp_path: Path, model: str) -> None:
+    """A run's vocabulary and merges under other names become files that AutoTokenizer finds in every family."""
+    folder = ROOT / "tests/fixtures/tok/gpt2"
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(folder / name, tmp_path / f"my-{name}")
+    ids = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    save_model(model, tmp_path / "source", vocab_size=len(ids))
+    data = Data(seq_length=64, vocab_file=str(tmp_path / "my-vocab.json"), merge_file=str(tmp_path / "my-merges.txt"))
+    fields, _ = model_fields(json.loads((tmp_path / "source/config.json").read_text()))
+    run = model_run(fields, "config.json", data=data)
+    write_checkpoint(tmp_path / "run", 4, weights_of(tmp_path / "source", run.model), run, {})
+    convert("megatron-sp-to-hf", "--load", tmp_path / "run", "--save", tmp_path / "back")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert config["eos_token_id"] == ids["<|endoftext|>"] == tokenizer.eos_token_id
+    text = "def f(x):\n    return x  # 1"
+    assert tokenizer(text).input_ids == build_tokenizer(
+        Data(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))).encode(text)
 
 
 PEAK = """
