@@ -10,30 +10,19 @@ import json
 import re
 from typing import Any
 
-from megatron_sp.data.words import (
-    DIGITS,
-    GPT2_ASCII_WORDS,
-    GPT2_UNCERTAIN,
-    GPT2_WORDS,
-    LETTERS,
-    SPACES,
-    Splitter,
-)
+from megatron_sp.data.words import Splitter, WordPatterns, gpt2_words, word_patterns
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
           r"|\s+(?!\S)|\s+")
+LONG_S = "\u017f"  # equals "s" where upper and lower case are not distinguished
 
 
-def _llama3_words(letters: str, digits: str, spaces: str) -> re.Pattern[str]:
+def llama3_words(letters: str, digits: str, spaces: str) -> re.Pattern[str]:
+    """Return Llama 3's pattern of words for characters that are letters, digits and white space."""
     return re.compile(f"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|[^\\r\\n{letters}{digits}]?[{letters}]+"
                       f"|[{digits}]{{1,3}}| ?[^{spaces}{letters}{digits}]+[\\r\\n]*|[{spaces}]*[\\r\\n]+"
                       f"|[{spaces}]+(?![^{spaces}])|[{spaces}]+")
-
-
-LLAMA3_ASCII_WORDS = _llama3_words("A-Za-z", "0-9", "\\t-\\r ")
-LLAMA3_WORDS = _llama3_words(LETTERS, DIGITS, SPACES)
-LONG_S = "\u017f"  # equals "s" where upper and lower case are not distinguished
 
 
 def hugging_face_splitter(library: Any, parse_special: bool) -> Splitter | None:
@@ -47,28 +36,23 @@ def hugging_face_splitter(library: Any, parse_special: bool) -> Splitter | None:
     model, patterns = content["model"], _patterns_of(content.get("pre_tokenizer") or {})
     if model.get("type") != "BPE" or model.get("dropout") or content.get("normalizer") or not patterns:
         return None
-    ascii_words, words = patterns
     # The library takes these out of a text before it splits the text.
     taken_out = [token["content"] for token in content.get("added_tokens", []) if parse_special or not token["special"]]
     added = re.compile("|".join(map(re.escape, taken_out))) if taken_out else None
 
     def split(text: str) -> list[str] | None:
-        if added and added.search(text):
-            return None
-        if text.isascii():
-            return ascii_words.findall(text)
-        return None if GPT2_UNCERTAIN.search(text) or LONG_S in text else words.findall(text)
+        return None if added and added.search(text) else patterns.split(text)
 
     return split
 
 
-def _patterns_of(pre_tokenizer: dict[str, Any]) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
-    """Return the words of ASCII texts and of other texts for a way to split that is known."""
+def _patterns_of(pre_tokenizer: dict[str, Any]) -> WordPatterns | None:
+    """Return the patterns for a way to split that is known."""
     if BYTE_LEVEL.items() <= pre_tokenizer.items():
-        return GPT2_ASCII_WORDS, GPT2_WORDS
+        return word_patterns(gpt2_words)
     steps = pre_tokenizer.get("pretokenizers") or []
     split = {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}
     if pre_tokenizer.get("type") == "Sequence" and len(steps) == 2 and steps[0] == split and \
             {**BYTE_LEVEL, "use_regex": False}.items() <= steps[1].items():
-        return LLAMA3_ASCII_WORDS, LLAMA3_WORDS
+        return word_patterns(llama3_words, LONG_S)
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -77,14 +78,43 @@ _OTHERS = ("\\0-\\x08\\x0e-\\x1f!-/:-@\\[-`{-\\x7f\u00a1-\u00a9\u00ab-\u00b1\u00
            "\U0001f300-\U0001f64f\U0001f680-\U0001f6ff\U0001f900-\U0001f9ff")
 
 
-def _gpt2_words(letters: str, digits: str, spaces: str) -> re.Pattern[str]:
+def gpt2_words(letters: str, digits: str, spaces: str) -> re.Pattern[str]:
+    """Return GPT-2's pattern of words for characters that are letters, digits and white space."""
     return re.compile(f" ?[{letters}]+|'(?:[stmd]|re|ve|ll)| ?[{digits}]+| ?[^{spaces}{letters}{digits}]+"
                       f"|[{spaces}]+(?![^{spaces}])|[{spaces}]+")
 
 
-GPT2_ASCII_WORDS = _gpt2_words("A-Za-z", "0-9", "\\t-\\r ")  # fewer characters are compared faster
-GPT2_WORDS = _gpt2_words(LETTERS, DIGITS, SPACES)
-GPT2_UNCERTAIN = re.compile(f"[^{LETTERS}{DIGITS}{SPACES}{_OTHERS}]")
+@dataclass(frozen=True)
+class WordPatterns:
+    """How a tokenizer splits texts.
+
+    Attributes:
+        ascii: matches each word of an ASCII text; fewer characters are compared faster.
+        all: matches each word of other texts.
+        uncertain: matches a character that another library may take for one of another class.
+    """
+
+    ascii: re.Pattern[str]
+    all: re.Pattern[str]
+    uncertain: re.Pattern[str]
+
+    def split(self, text: str) -> list[str] | None:
+        """Return the words of a text, or None where a character is uncertain."""
+        if text.isascii():
+            return self.ascii.findall(text)
+        return None if self.uncertain.search(text) else self.all.findall(text)
+
+
+def word_patterns(pattern_of: Callable[[str, str, str], re.Pattern[str]], uncertain: str = "") -> WordPatterns:
+    """Compile the patterns of a tokenizer, which takes some milliseconds.
+
+    Args:
+        pattern_of: returns the pattern of words for characters that are letters, digits and white space.
+        uncertain: further characters that are uncertain.
+    """
+    certain = LETTERS + DIGITS + SPACES + _OTHERS
+    return WordPatterns(pattern_of("A-Za-z", "0-9", "\\t-\\r "), pattern_of(LETTERS, DIGITS, SPACES),
+                        re.compile(f"[^{certain}]" + (f"|[{uncertain}]" if uncertain else "")))
 
 
 def gpt2_splitter(special: str) -> Splitter:
@@ -93,14 +123,8 @@ def gpt2_splitter(special: str) -> Splitter:
     Args:
         special: spelling of the special token, which the library takes out of a text before it splits the text.
     """
-    def split(text: str) -> list[str] | None:
-        if special in text:
-            return None
-        if text.isascii():
-            return GPT2_ASCII_WORDS.findall(text)
-        return None if GPT2_UNCERTAIN.search(text) else GPT2_WORDS.findall(text)
-
-    return split
+    patterns = word_patterns(gpt2_words)
+    return lambda text: None if special in text else patterns.split(text)
 
 
 def sentencepiece_words(model: Any) -> tuple[Splitter, WordEncoder] | None:

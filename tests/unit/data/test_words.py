@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_sp.config.schema import Data
 from megatron_sp.data import words
-from megatron_sp.data.hugging_face_words import LLAMA3, LLAMA3_ASCII_WORDS, LLAMA3_WORDS
+from megatron_sp.data.hugging_face_words import LLAMA3, LONG_S, llama3_words
 from megatron_sp.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, build_tokenizer
 from tests.unit.data.test_indexed import FIXTURES
 
@@ -108,20 +108,18 @@ def test_every_character_is_in_the_librarys_class(kind: str) -> None:
 
     if kind == "gpt2":
         library: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        ascii_words, all_words = words.GPT2_ASCII_WORDS, words.GPT2_WORDS
+        patterns = words.word_patterns(words.gpt2_words)
     else:
         library = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
-        ascii_words, all_words = LLAMA3_ASCII_WORDS, LLAMA3_WORDS
-    certain = [chr(i) for i in [*range(0xd800), *range(0xe000, 0x20000)] if not words.GPT2_UNCERTAIN.match(chr(i))]
+        patterns = words.word_patterns(llama3_words, LONG_S)
+    certain = [chr(i) for i in [*range(0xd800), *range(0xe000, 0x20000)] if not patterns.uncertain.match(chr(i))]
     assert len(certain) > 30_000
     # Long runs of letters behave alike, so that a part of the ideographs and syllables is enough.
     texts = [f"a{char}b {char}{char} 1{char}23 {char}\n {char}'s" for char in
-             certain[:3000] + certain[3000::29] + certain[-2500:] if char != "\u017f"]
+             certain[:3000] + certain[3000::29] + certain[-2500:]]
     for text in [*texts, "I'd we're you've I'm don't it's we'll 'x I'D 'd's \t'll''s  5's5 1234567 'Re\r\n\n x\n"]:
         expected = [text[begin:end] for _, (begin, end) in library.pre_tokenize_str(text)]
-        assert all_words.findall(text) == expected, text
-        if text.isascii():
-            assert ascii_words.findall(text) == expected, text
+        assert patterns.all.findall(text) == expected == patterns.split(text), text
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
