@@ -47,9 +47,9 @@ def _megatron_kind(path: Path) -> str:
     places = [path, *sorted(path.glob("iter_*")), *sorted(path.glob("global_step*"))]
     if (path / _TRACKER).is_file() and (path / "release").is_dir():
         places.append(path / "release")
+    if any((place / "manifest.json").is_file() for place in places):
+        return ""       # checkpoints of this program are there, and are found
     for place in places:
-        if (place / "manifest.json").is_file():
-            return ""
         if list(place.glob("*_model_states.pt")):
             return "Megatron-DeepSpeed"
         if list(place.glob("mp_rank_*/model*.pt")):

@@ -189,7 +189,7 @@ def test_directories_of_other_programs_are_neither_loaded_nor_replaced(tmp_path:
     theirs = tmp_path / "iter_0000002" / "mp_rank_00"
     theirs.mkdir(parents=True)
     (theirs / "model_optim_rng.pt").write_text("weights")
-    with pytest.raises(CheckpointError, match="holds iter_0000002 without manifest.json.*Move it away"):
+    with pytest.raises(CheckpointError, match="is a checkpoint of Megatron-LM. Convert it first"):
         files.find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="iter_0000002 exists without manifest.json.*does not replace it"):
         save(tmp_path, 2, "ours")

@@ -40,7 +40,7 @@ def test_directories_of_other_systems_are_recognised(tmp_path: Path, content: di
 
 @pytest.mark.parametrize("content", [
     {}, {"config.json": json.dumps({"model": {"num_layers": 1}})}, {"iter_0000100.building/__0_0.distcp": ""},
-    {"iter_0000004/manifest.json": "{}", "iter_0000004/.metadata": ""}])
+    {"iter_0000004/manifest.json": "{}", "iter_0000002/mp_rank_00/model_optim_rng.pt": ""}])
 def test_own_and_empty_directories_are_not(tmp_path: Path, content: dict[str, str]) -> None:
     for name, text in content.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
