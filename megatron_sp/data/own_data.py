@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 FLAG = "--dataset-provider"
 COLUMNS = ("input_ids", "tokens")  # where the token ids of an item that is a mapping may be
+METHODS = ("__len__", "window", "document_starts", "source", "describe")  # of gpt_dataset.Dataset
 STEP = 4096  # documents to look at in one go
 
 
@@ -262,6 +263,9 @@ def as_samples(provided: Any, request: DatasetRequest, spec: str, num_samples: i
             raise DataError(f"{FLAG} {spec}: the {request.split} set has samples of "
                             f"{getattr(provided, 'seq_length', 'unknown')} tokens, not of --seq-length "
                             f"{request.seq_length}.")
+        if lacking := [name for name in METHODS if not hasattr(provided, name)]:
+            raise DataError(f"{FLAG} {spec}: the {request.split} set has window, but not {', '.join(lacking)}; see "
+                            "Dataset in megatron_sp/data/gpt_dataset.py.")
         return provided
     if not (hasattr(provided, "__len__") and hasattr(provided, "__getitem__")):
         raise DataError(f"{FLAG} {spec} returned a {type(provided).__name__} for the {request.split} set; return a "

@@ -139,6 +139,8 @@ def test_documents_come_in_the_order_of_token_files(tmp_path: Path) -> None:
     ("return None", "returned no training set"),
     ("return (item for item in [[1, 2, 3, 4, 5]])", "returned a generator"),
     ("return Windows(8)", "has samples of 8 tokens, not of --seq-length 4"),
+    ("class Few:\n    seq_length = 4\n    def window(self, sample, start, stop): pass\nreturn Few()",
+     "has window, but not __len__, document_starts, source, describe"),
     ("return documents(Items([{'a': [1]}]), 'b')", "document 0 has the keys a, but none of b"),
     ("return documents(Items([]))", "no tokens"),
     ("return {}['x']", "failed for the train set: KeyError: 'x'"),
