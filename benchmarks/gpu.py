@@ -43,6 +43,9 @@ TECHNIQUES = {
     "full, tiled MLP": FULL + "--mlp-tile-size {tile} ",
     "full, tiled MLP, head groups": FULL + "--mlp-tile-size {tile} --attention-head-groups 4 ",
     "full, tiled MLP, offload": FULL + "--mlp-tile-size {tile} --offload-activations ",
+    "chunks": "--sequence-chunk-size {chunk} ",
+    "chunks, selective, keys and values offloaded": ("--sequence-chunk-size {chunk} --recompute-granularity selective "
+                                                     "--offload-key-values "),
 }
 #: Share of the memory that a plan may fill. The rest is left for fragmentation.
 USABLE = 0.93
@@ -57,6 +60,7 @@ class Bench:
         from megatron_sp.runtime import Environment, start
 
         self.toy, self.layers = toy, layers
+        self.grain = 64 if toy else 4096  # all lengths are multiples of this
         self.end = time.monotonic() + seconds
         self.device = torch.device("cpu") if toy else torch.device("cuda", 0)
         self.bytes = int(memory * 2**30)
@@ -69,7 +73,7 @@ class Bench:
     def run(self, shape: str, flags: str, length: int) -> Run:
         model, vocab = (TOY if self.toy else SHAPES)[shape]
         text = f"--num-layers {self.layers} {COMMON}{model}{flags} --seq-length {length} --vocab-size {vocab} "
-        text = text.format(s=length, tile=max(64, min(length // 4, 8192)))
+        text = text.format(s=length, tile=max(64, min(length // 4, 8192)), chunk=self.grain)
         backend = "--distributed-backend gloo" if self.toy else "--bf16"
         return with_vocab(load_run([*text.split(), *backend.split()], 1)[0], vocab)
 
@@ -133,7 +137,7 @@ class Bench:
         The first length is the longest that the memory plan allows, at most ``cap`` to limit the time. A length that
         does not fit is shortened by a tenth and tried again.
         """
-        grain = 64 if self.toy else 4096
+        grain = self.grain
 
         def fits(tokens: int) -> bool:
             plan = predict(self.run(shape, flags, tokens), device="cpu" if self.toy else "gpu")

@@ -90,6 +90,7 @@ class Chunk:
         size: tokens of every earlier chunk, of all ranks together.
         keeps: keep this chunk's keys and values for later chunks.
         needs_output: the caller needs losses or logits. In the first pass of training it does not.
+        keys_only: number of a layer whose output nobody reads, so that it need not attend; -1: none.
     """
 
     store: KeyValueStore
@@ -97,6 +98,7 @@ class Chunk:
     size: int
     keeps: bool = False
     needs_output: bool = True
+    keys_only: int = -1
 
     @property
     def first_token(self) -> int:
@@ -117,13 +119,15 @@ class LayerPast:
 
     def of_heads(self, first_head: int) -> Past:
         """Return what a group of heads may see, given the number of its first query head in the model."""
-        return Past(self.chunk, self.chunk.store.of_heads(self.layer, first_head))
+        return Past(self.chunk, self.chunk.store.of_heads(self.layer, first_head),
+                    attends=self.layer != self.chunk.keys_only)
 
 
 class Past:
     """The earlier chunks' keys and values of one layer and group of heads, as the current chunk sees them."""
 
-    def __init__(self, chunk: Chunk, kept: _Kept):
+    def __init__(self, chunk: Chunk, kept: _Kept, *, attends: bool = True):
+        self.attends = attends
         self.number, self.size, self.first_token, self.keeps = chunk.number, chunk.size, chunk.first_token, chunk.keeps
         self._kept, self._storage, self._keep_outputs = kept, chunk.store.storage, chunk.store.keep_outputs
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -117,6 +118,9 @@ class GPT(nn.Module):
             On an earlier stage, or for a chunk that needs no output, hidden states [b, s/sp(/tp), h]; else without
             labels logits [b, s/sp, v/tp], with labels the sum of the losses [1] or, unreduced, the losses [b, s/sp].
         """
+        is_first_pass = chunk is not None and not chunk.needs_output
+        if chunk is not None and is_first_pass and self.final_norm is not None:
+            chunk = replace(chunk, keys_only=int(list(self.layers)[-1]))  # nobody reads the last layer's output
         if self.embedding is not None:
             x = self.embedding(x, positions, sample_ids, chunk)  # [b, s/sp] -> [b, s/sp(/tp), h]
         angles = None
@@ -128,7 +132,7 @@ class GPT(nn.Module):
                     x = recompute(run_layers, blocks, x, angles, sample_ids, mask, None, chunk)
                 else:
                     x = run_layers(blocks, x, angles, sample_ids, mask, cache, chunk)
-        if self.final_norm is None or self.output is None or (chunk is not None and not chunk.needs_output):
+        if self.final_norm is None or self.output is None or is_first_pass:
             return x
         tied = None if self.embedding is None else self.embedding.word.weight
         x = self.final_norm(x)

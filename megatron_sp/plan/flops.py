@@ -84,7 +84,8 @@ def repeats_of(run: Run) -> Repeats:
     query, key_value = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
     chunks = num_chunks(run)
     first_pass = (chunks - 1) / chunks  # of the tokens; its causal attention is the square of it
-    scores = (attention if kind == "full" or grouped or drops else 0.0) + grouped + drops / 2 + first_pass**2
+    scores = (attention if kind == "full" or grouped or drops else 0.0) + grouped + drops / 2
+    scores += first_pass**2 * (1 - 1 / model.num_layers)  # the first pass needs no attention in the last layer
     if chunks > 1 and kind == "selective" and not drops:
         scores = 0.0
     return Repeats(

@@ -44,6 +44,8 @@ class ChunkAttention:
             return self.core(q, k, v, mask=mask, dropout=dropout)
         seen = past.of_heads(self.first_head)
         seen.keep(k, v)
+        if not seen.attends:
+            return q  # of the right shape; nobody reads it
         if dropout is None:
             return _ChunkAttention.apply(q, k, v, seen, Blocks(self.kernel, mask, seen.queries(q.shape[1]), len(q)))
         k, v = _Extend.apply(k, v, seen)  # [b, C, g, d] -> [b, past + C, g, d]
