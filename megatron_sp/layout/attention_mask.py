@@ -91,6 +91,11 @@ class AttentionMask:
             yield position, stop
             position, following = stop, following + 1
 
+    def first_key(self, row: int, query: int) -> int:
+        """Return the position of the first key of a sequence that a query may see. Later queries see no earlier key."""
+        starts = self.documents[row] if self.documents else (0,)
+        return starts[bisect_right(starts, query) - 1]
+
     def lengths(self, batch: int, tokens: int) -> list[int]:
         """Return the lengths of the documents of all sequences, those of the first sequence first.
 

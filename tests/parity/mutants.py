@@ -79,8 +79,8 @@ MUTANTS = {
     "what later chunks send to keys and values is lost": Mutant(
         "model/attention/chunk_attention.py", "(dk + later[0], dv + later[1])", "(dk, dv)", 1, CHUNKS, "gradient of"),
     "chunks do not see the first one": Mutant(
-        "model/attention/chunk_attention.py", "for number in range(past.number)}",
-        "for number in range(1, past.number)}", 1, CHUNKS, "loss"),
+        "model/attention/chunk_attention.py", "for number in range(past.number) if",
+        "for number in range(1, past.number) if", 1, CHUNKS, "loss"),
     "gradients of the first chunk alone": Mutant(
         "train/chunk_recurrence.py", "for number in reversed(range(count))]", "for number in range(1)]", 1, CHUNKS,
         "loss"),

@@ -86,7 +86,9 @@ class Blocks:
 
     def visible(self, past: Past) -> dict[int, list[Part]]:
         """Return the parts of each earlier chunk of which the mask allows some keys, by its number."""
-        found = {number: self.parts(past.keys(number)) for number in range(past.number)}
+        first = min(self.mask.first_key(row, self.queries[0]) for row, _ in self.rows)
+        seen = [number for number in range(past.number) if past.keys(number)[1] > first]
+        found = {number: self.parts(past.keys(number)) for number in seen}
         return {number: parts for number, parts in found.items() if parts}
 
     def add_output(self, parts: list[Part], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,

@@ -49,3 +49,9 @@ def test_work_is_the_sum_of_squared_lengths() -> None:
 def test_a_mask_says_what_it_needs() -> None:
     assert CAUSAL.needs == AttentionMask(((0,), (0,))).needs == frozenset()
     assert AttentionMask(((0,), (0, 3))).needs == {DOCUMENTS}
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_the_first_key_is_the_first_that_a_query_sees(mask: AttentionMask) -> None:
+    for row, query in itertools.product(range(max(1, len(mask.documents))), range(TOKENS)):
+        assert mask.first_key(row, query) == min(key for key in range(TOKENS) if allowed(mask, row, query, key))
