@@ -157,11 +157,11 @@ class Preprocessor:
                 "--separator": self.job.separator.decode("latin-1"), "--partitions": self.output.partitions}
 
     def _open(self, found: dict[str, Any] | None) -> None:
+        settings = self.settings  # computed here, so that input which changes during the run counts as changed
         if found is None:
             for builder in self.builders.values():
                 builder.__enter__()
         else:
-            settings = self.settings
             if other := [name for name in settings if settings[name] != found["settings"].get(name)]:
                 self._continuable = True  # so that the unfinished run's files stay
                 raise DataError(f"--resume: the unfinished run of {self.output.prefix} differs in {', '.join(other)}. "

@@ -274,6 +274,10 @@ def test_a_finished_run_is_not_repeated(tmp_path):
     assert finished() and not finished(job(append_eod=False))
     write(source, ["1", "2"])
     assert not finished()
+    # Input that changes during a run counts as changed.
+    output = Output(str(tmp_path / "out"))
+    Preprocessor(find_parts([str(source)]), NULL, output).run(1, lambda count, summary: os.utime(source, (1, 1)))
+    assert not finished()
 
 
 def test_working_files_that_were_cut_are_refused(tmp_path, small_blocks):
