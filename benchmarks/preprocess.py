@@ -104,7 +104,7 @@ def run(command: list[str], watch_memory: bool = False) -> dict[str, float]:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ,
                                                                                           "OMP_NUM_THREADS": "1"})
         peak = 0
-        while watch_memory and process.poll() is None and not _ended(process.pid):
+        while watch_memory and not _ended(process.pid):  # Popen.poll would take the usage away from wait4
             peak = max(peak, sum(map(_memory, _family(process.pid))))
             time.sleep(0.1)
         _, status, usage = os.wait4(process.pid, 0)
