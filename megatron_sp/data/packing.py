@@ -117,10 +117,10 @@ class Packing:
     padding_alone: float
 
     def __str__(self) -> str:
-        return (f"{self.documents:,} documents, {self.tokens:,} tokens packed into {self.samples:,} samples per epoch: "
-                f"{self.too_long:,} documents are longer than a sample and cut, {self.cut_in_row:,} shorter ones stay "
-                f"whole that a row of documents would cut; padding {self.padding:.2%} of the tokens "
-                f"({self.padding_alone:.2%} with one document a sample)")
+        return (f"{self.documents:,} documents, {self.tokens:,} tokens packed into {self.samples:,} samples per epoch; "
+                f"documents that are cut: {self.too_long:,}, all longer than a sample (a row of documents would cut "
+                f"{self.cut_in_row:,} more); padding: {self.padding:.2%} of the tokens ({self.padding_alone:.2%} with "
+                "one document a sample)")
 
 
 class PackedDataset:

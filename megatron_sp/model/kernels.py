@@ -53,6 +53,16 @@ def uses_blocks(run: Run) -> bool:
     return run.parallel.ring > 1 or run.memory.sequence_chunk_size > 0
 
 
+def documents_in_words(run: Run, kernels: Kernels) -> str:
+    """Return how the core attends inside documents; "" where tokens see all earlier ones of their sequence."""
+    if not run.data.reset_attention_mask:
+        return ""
+    inside = getattr(kernels.core, "inside_documents", None)
+    if inside is None:
+        return " with a mask of documents"
+    return f" inside documents ({'one call for each' if inside.varlen is None else 'one call for all'})"
+
+
 def kernels_in_words(run: Run, kernels: Kernels) -> str:
     """Return one line for the log that names the kernels of a run."""
     core = kernels.core.description
@@ -63,7 +73,7 @@ def kernels_in_words(run: Run, kernels: Kernels) -> str:
         attention = ("unfused in query blocks, several times slower than fused attention, because of "
                      f"--attention-dropout {run.model.attention_dropout:g} (--attention-dropout 0 makes it fast)")
     else:
-        attention = core
+        attention = core + documents_in_words(run, kernels)
     fused = " (fused)" if run.optimizer.optimizer != "sgd" else ""
     compiled = "compiled" if run.train.compile else "not compiled"
     return f"kernels: attention {attention}; norms {kernels.norms.name}; optimizer torch{fused}; layers {compiled}"

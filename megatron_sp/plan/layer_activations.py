@@ -144,6 +144,9 @@ def _core(run: Run, sizes: Sizes, device: str) -> _Core:
         peak += 2 * kv + 2 * t * sizes.core_kv * FP32 + (t * sizes.core_query * FP32 if e < FP32 else 0)
         # Selective recomputation: the store of keys and values keeps the output of attention, not the layer.
         exchanged = exchanged - q - lse
+    one_by_one = run.data.reset_attention_mask and (device == "cpu" or e == FP32) and num_chunks(run) == 1
+    if one_by_one and parallel.ring == parallel.ulysses == 1:
+        kept, peak = kept + q, peak + q  # the outputs of single documents, and their concatenation
     if run.train.attention_backend == "unfused":
         square = sizes.core_heads * t * run.data.seq_length / parallel.ring * FP32
         kept, peak = kept + square, peak + 3 * square

@@ -159,6 +159,9 @@ def advice(run: Run) -> list[str]:
     if run.memory.sequence_chunk_size and run.train.attention_backend != "auto":
         notes.append(f"--attention-core {run.train.attention_backend} has no effect with --sequence-chunk-size "
                      f"{run.memory.sequence_chunk_size}: chunks attend with block kernels.")
+    if run.parallel.ring > 1 and run.data.reset_attention_mask:
+        notes.append(f"--ring-size {run.parallel.ring} balances whole sequences and not documents: with "
+                     "--reset-attention-mask its ranks have unequal work. --ulysses-size divides it equally.")
     if run.precision.grad_reduce_in_bf16 and run.precision.dtype == "float32":
         notes.append("--grad-reduce-in-bf16 has no effect without --bf16 or --fp16.")
     if (run.data.train_data_path or run.data.mock_data or run.data.dataset_provider) and run.data.split != Data().split:

@@ -23,6 +23,9 @@ Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: [documents + 1], longest document) -> o [b*s, n, d].
 Varlen = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
+#: A variable-length kernel takes the places of documents as int32.
+MOST_TOKENS = 2**31
+
 
 class DocumentAttention:
     """Attends inside documents, with one call of a kernel for all of them or one call for each.
@@ -40,7 +43,7 @@ class DocumentAttention:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         """q [b, s, n, d], k, v [b, s, g, d] -> o [b, s, n, d]"""
         row_q, row_k, row_v = (x.flatten(0, 1) for x in (q, k, v))  # [b, s, n, d] -> [b*s, n, d]
-        if self.varlen is not None:
+        if self.varlen is not None and len(row_q) < MOST_TOKENS:
             return self.varlen(row_q, row_k, row_v, *self._cumulative(mask, q)).unflatten(0, q.shape[:2])
         lengths = mask.lengths(*q.shape[:2])
         # One split and one concatenation, whose backward touches each token once. A slice for each document would

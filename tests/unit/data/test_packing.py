@@ -107,8 +107,8 @@ def test_what_packing_saves_is_reported(tmp_path: Path) -> None:
     tokens, samples, parts = sum(row), dataset.per_pass, len(cut_into_parcels(np.array(row), 16)[0])
     words = dataset.describe()
     assert f"11 documents, {tokens} tokens packed into {samples} samples" in words
-    assert f"3 documents are longer than a sample and cut, {cut} shorter ones stay whole" in words
-    assert f"padding {1 - tokens / samples / 16:.2%} of the tokens ({1 - tokens / parts / 16:.2%} with one" in words
+    assert f"documents that are cut: 3, all longer than a sample (a row of documents would cut {cut} more)" in words
+    assert f"padding: {1 - tokens / samples / 16:.2%} of the tokens ({1 - tokens / parts / 16:.2%} with one" in words
 
 
 @pytest.mark.parametrize("loader", ["single", "cyclic"])

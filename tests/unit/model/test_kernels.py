@@ -96,6 +96,56 @@ def test_the_newest_flash_attention_that_is_right_is_found(installed: list[Any],
     assert search.failed == failed
 
 
+def each_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
+                  longest: int) -> torch.Tensor:
+    """Stand in for a package's variable-length kernel."""
+    ends = lengths.tolist()
+    return torch.cat([right(q[None, start:stop], k[None, start:stop], v[None, start:stop], True)[0]
+                      for start, stop in zip(ends, ends[1:])])
+
+
+def joined_documents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+    return right(q[None], k[None], v[None], True)[0]
+
+
+@pytest.mark.parametrize("varlen, documents, kept", [(each_document, True, True), (joined_documents, True, False),
+                                                     (raises, True, False), (each_document, False, False)])
+def test_a_kernel_for_documents_has_a_trial_of_its_own(varlen: Any, documents: bool, kept: bool) -> None:
+    """Where it fails, the version attends to one document after another, and stays in use."""
+    version = FlashAttention("flash attention 4", right, varlen)
+    found = find_flash_attention(CPU, 32, include_torchs=False, documents=documents,
+                                 versions=lambda: iter([version])).found
+    assert found is not None and found.description == "flash attention 4" and (found.varlen is varlen) == kept
+
+
+@pytest.mark.parametrize("knows_groups", [True, False])
+def test_torchs_kernel_for_documents_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch, knows_groups: bool) -> None:
+    """From torch 2.12 on it takes grouped heads and wants to be told; before, each query head needs a copy."""
+    from torch.nn.attention import varlen
+
+    def new(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int,
+            max_k: int, *, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False) -> torch.Tensor:
+        assert enable_gqa == (q.shape[1] != k.shape[1]) and window_size == (-1, 0)
+        assert cu_q.dtype == torch.int32 and cu_q is cu_k and max_q == max_k
+        return each_document(q, k, v, cu_q, max_q)
+
+    def old(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int,
+            max_k: int, *, window_size: tuple[int, int] = (-1, -1)) -> torch.Tensor:
+        assert q.shape[1] == k.shape[1]
+        return new(q, k, v, cu_q, cu_k, max_q, max_k, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", new if knows_groups else old)
+    assert flash.passes_varlen_trial(flash.torch_varlen, CPU, 16)
+
+
+def test_the_log_says_how_a_run_attends_inside_documents() -> None:
+    run = tiny_run([*STYLES["llama"].split(), "--reset-attention-mask"])
+    words = kernels_in_words(run, choose_kernels(run, CPU))
+    assert "scaled_dot_product_attention inside documents (one call for each);" in words
+    ring = load_run(f"{STYLES['llama']} {TRAINING} --ring-size 2 --reset-attention-mask".split(), 2)[1]
+    assert any("balances whole sequences and not documents" in note for note in ring)
+
+
 def test_torchs_own_flash_attention_has_a_trial_too(monkeypatch: pytest.MonkeyPatch) -> None:
     restored: list[int] = []
     monkeypatch.setattr(flash, "_restore_torchs_flash", lambda: restored.append(1))

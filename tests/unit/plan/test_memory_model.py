@@ -50,6 +50,8 @@ CASES = {
     "tp": (2, LLAMA + "--tensor-model-parallel-size 2"),
     "tp, megatron-sp": (2, LLAMA + "--tensor-model-parallel-size 2 --sequence-parallel"),
     "tp, megatron-sp, full": (2, LLAMA + FULL + "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "documents": (1, LLAMA + "--reset-attention-mask"),
+    "documents, ulysses": (4, LLAMA + "--ulysses-size 4 --reset-attention-mask"),
     "ulysses": (4, LLAMA + "--ulysses-size 4"),
     "ulysses full": (4, LLAMA + FULL + ULYSSES),
     "ulysses selective": (4, LLAMA + "--recompute-granularity selective " + ULYSSES),
