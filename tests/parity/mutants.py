@@ -20,6 +20,7 @@ MODEL = ("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-key-v
          "RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0")
 TP2, U2, PP2 = "--tensor-model-parallel-size 2", "--ulysses-size 2", "--pipeline-model-parallel-size 2"
 CHUNKS = "--sequence-chunk-size 1024"
+DOCUMENTS = "--reset-position-ids --reset-attention-mask"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 
@@ -119,6 +120,14 @@ MUTANTS = {
         "parallel/ring.py", "(self.rank + 1) % self.size], ranks[(self.rank - 1)",
         "(self.rank - 1) % self.size], ranks[(self.rank + 1)", 3,
         "--ring-size 3 --seq-length 4098", "loss"),
+    "documents that start a token late": Mutant(
+        "data/gpt_dataset.py", "self.starts[first:last]) - position", "self.starts[first:last]) - position + 1", 1,
+        DOCUMENTS, "loss"),
+    "documents that start a token late, by tokens": Mutant(
+        "data/documents.py", "self.eod_token) + (start + 1)", "self.eod_token) + (start + 2)", 1,
+        f"{DOCUMENTS} --document-boundaries eod", "loss"),
+    "no mask on later pipeline stages": Mutant(
+        "torch_internals.py", "**objects}", "**(objects if self.is_first else {})}", 2, f"{PP2} {DOCUMENTS}", "loss"),
 }
 #: Mutants of the default run of the tests; the others are marked slow.
 QUICK = ("label at the end of a shard", "clip by the squared norm", "gradients not unscaled",
