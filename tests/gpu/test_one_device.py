@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.attention.block_kernels import GPUFlashBlockKernel, UnfusedBlockKernel, agrees_with_unfused
 from megatron_sp.model.attention.cores import SDPACore, UnfusedCore, choose_core
 from megatron_sp.model.build import build_model
@@ -33,8 +34,8 @@ def qkv(device: torch.device, dtype: torch.dtype, kv_heads: int, s: int = 300) -
             for heads in (8, kv_heads, kv_heads)]
 
 
-def with_gradients(core: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    o = core(*inputs)
+def with_gradients(core: Any, inputs: list[torch.Tensor], mask: AttentionMask = CAUSAL) -> list[torch.Tensor]:
+    o = core(*inputs, mask=mask)
     return [o.detach(), *torch.autograd.grad((o * o.detach().roll(1, 1)).sum(), inputs)]
 
 
@@ -46,6 +47,25 @@ def test_attention_equals_the_fp64_reference(device: torch.device, name: str, kv
     for got, want in zip(with_gradients(choose_core(name, dropout=False, device=device, half_head_dim=64).core, half),
                          with_gradients(UnfusedCore(), exact)):
         assert (got.double() - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("name", ["sdpa", "flash"])
+def test_attention_inside_documents_equals_the_fp64_reference(device: torch.device, name: str, kv_heads: int) -> None:
+    """One variable-length kernel computes all documents, and none of its values reaches another document."""
+    mask = AttentionMask(((0, 1, 129, 170), (0,)))
+    core: Any = choose_core(name, dropout=False, device=device, half_head_dim=64, documents=True).core
+    assert core.inside_documents.varlen is not None, "no variable-length kernel passed its trial"
+    half = qkv(device, torch.bfloat16, kv_heads)
+    exact = [x.detach().double().requires_grad_() for x in half]
+    for got, want in zip(with_gradients(core, half, mask), with_gradients(UnfusedCore(), exact, mask)):
+        assert (got.double() - want).norm() < 0.02 * want.norm()
+    with torch.no_grad():
+        before = core(*half, mask=mask)
+        for x in half:
+            x[0, 140] += 10
+        same = (core(*half, mask=mask) == before).flatten(2).all(-1)
+    assert same[1].all() and same[0, :129].all() and same[0, 170:].all() and not same[0, 140:170].any()
 
 
 @pytest.mark.parametrize("dtype, head_dim", [(torch.float32, 64), (torch.float32, 66), (torch.bfloat16, 36),
