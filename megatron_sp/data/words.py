@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_sp.data.long_text import LETTER, META, is_word_bpe
 
-MOST_WORDS = 1 << 17  # words that are remembered; about 30 MB
+MOST_WORDS = 1 << 16  # words that are remembered; about 15 MB
 LONGEST_WORD = 64  # characters; longer words are rare, and remembering them would take much memory
 
 #: Splits a text into words, or returns None if it cannot be certain that the library would split it alike.
