@@ -23,7 +23,8 @@ ORDERS_DATA = ("seed", "split", "data_path", "train_data_path", "dataset_provide
 MAY_CHANGE = (
     ("model", "rotary_base"), ("model", "rotary_percent"), ("model", "rotary_seq_len_interpolation_factor"),
     ("model", "use_rope_scaling"), ("model", "rope_scaling_factor"), ("model", "norm_epsilon"),
-    ("model", "hidden_dropout"), ("model", "attention_dropout"), ("data", "seq_length"), ("data", "split"),
+    ("model", "hidden_dropout"), ("model", "attention_dropout"), ("model", "attention_pattern"),
+    ("model", "window_size"), ("model", "window_attn_skip_freq"), ("data", "seq_length"), ("data", "split"),
     ("data", "data_path"), ("data", "train_data_path"), ("data", "dataset_provider"), ("data", "dataset_arguments"),
     ("data", "dataloader_type"), ("data", "eod_mask_loss"),
     ("data", "reset_position_ids"), ("data", "reset_attention_mask"), ("data", "document_boundaries"),

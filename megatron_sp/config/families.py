@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sp.config.schema import Model
+from megatron_sp.layout.windows import layer_windows
 
 CONFIG = "config.json"
 #: Settings of Llama 3's rule for rotary frequencies that ``--use-rope-scaling`` computes with (``model/rotary.py``).
@@ -123,25 +124,39 @@ def _write_llama(model: Model) -> dict[str, Any]:
     return {**_write_rotary(model), "attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
 
 
-def _windowed(config: Mapping[str, Any], window: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Positions of a model whose attention sees only a window of tokens: sequences within the window are exact."""
+def _windowed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Rotary positions, and the window of the layers that have one."""
     fields, problems = _rotary(config)
-    longest = config.get("max_position_embeddings")
-    if window and longest and window < longest:
-        fields["max_position_embeddings"] = window
+    window, layers = sliding_window(config), int(config.get("num_hidden_layers", 32))
+    if not window:
+        return fields, problems
+    first = config.get("max_window_layers", 28) if "use_sliding_window" in config else 0
+    kinds = config.get("layer_types") or ["full_attention"] * min(first, layers) + (
+        ["sliding_attention"] * (layers - first))
+    local = [int(kind == "sliding_attention") for kind in kinds]
+    if set(kinds) - {"full_attention", "sliding_attention"} or len(kinds) != layers:
+        problems.append("layer_types is not a list of full_attention and sliding_attention, one for each layer")
+    elif any(local):
+        fields["window_size"] = window
+        if not all(local):
+            fields["window_attn_skip_freq"] = str(local).replace(" ", "")
     return fields, problems
 
 
-def _mistral(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    return _windowed(config, sliding_window(config))
+def _write_windows(model: Model) -> dict[str, Any]:
+    windows = layer_windows(model)
+    return {"sliding_window": max(windows) or None,
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows]}
 
 
 def _write_mistral(model: Model) -> dict[str, Any]:
-    return {**_write_rotary(model), "sliding_window": None}
+    return {**_write_rotary(model), "sliding_window": max(layer_windows(model)) or None}
 
 
 def _write_qwen(model: Model) -> dict[str, Any]:
-    return {**_write_rotary(model), "use_sliding_window": False}
+    windows = layer_windows(model)
+    return {**_write_rotary(model), "use_sliding_window": any(windows),
+            **(_write_windows(model) | {"max_window_layers": windows.index(max(windows))} if any(windows) else {})}
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -223,11 +238,11 @@ def _decoder(model_type: str, architecture: str, special: Any, written: Any, *, 
 #: All families, in the order in which an export chooses the first one that fits.
 FAMILIES: tuple[Family, ...] = (
     _decoder("llama", "LlamaForCausalLM", _llama, _write_llama),
-    _decoder("mistral", "MistralForCausalLM", _mistral, _write_mistral,
+    _decoder("mistral", "MistralForCausalLM", _windowed, _write_mistral,
              keys={"num_query_groups": ("num_key_value_heads", 8), "ffn_hidden_size": ("intermediate_size", 14336),
                    "max_position_embeddings": ("max_position_embeddings", 131072)}),
-    _decoder("qwen2", "Qwen2ForCausalLM", _mistral, _write_qwen, keys=_QWEN_DEFAULTS, fixed={"add_qkv_bias": True}),
-    _decoder("qwen3", "Qwen3ForCausalLM", _mistral, _write_qwen,
+    _decoder("qwen2", "Qwen2ForCausalLM", _windowed, _write_qwen, keys=_QWEN_DEFAULTS, fixed={"add_qkv_bias": True}),
+    _decoder("qwen3", "Qwen3ForCausalLM", _windowed, _write_qwen,
              keys=_QWEN_DEFAULTS | {"kv_channels": ("head_dim", 128)}, fixed={"qk_layernorm": True},
              required={"attention_bias": False}),
     Family(
@@ -320,6 +335,11 @@ def misfits(family: Family, model: Model) -> list[str]:
             found.append(f"its {name} is {value}, the model's is {mine}")
     if model.activation not in family.activations.values():
         found.append(f"it has no activation {model.activation}")
+    windows = layer_windows(model)
+    if any(windows) and family.model_type in ("llama", "gpt2"):
+        found.append("it has no sliding window")
+    if any(windows) and not all(windows) and family.model_type == "mistral":
+        found.append("all of its layers have the sliding window, and not all of the model's have")
     if family.model_type == "gpt2":
         if model.num_query_groups != model.num_attention_heads:
             found.append("it has no grouped key/value heads")

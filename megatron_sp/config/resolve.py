@@ -102,6 +102,7 @@ def _model(model: Model, data: Data) -> Model:
         num_query_groups=model.num_query_groups or heads,
         kv_channels=model.kv_channels or (hidden // heads if heads > 0 else 0),
         ffn_hidden_size=model.ffn_hidden_size or (default_ffn_hidden_size(hidden, model.is_gated) if hidden else 0),
+        attention_pattern=model.attention_pattern or ("sliding-window" if model.window_size else "causal"),
         max_position_embeddings=model.max_position_embeddings or data.seq_length,
         embedding_init_method_std=model.embedding_init_method_std or (
             0.0 if model.init_method_xavier_uniform else model.init_method_std))

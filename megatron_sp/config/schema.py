@@ -73,6 +73,15 @@ class Model:
     add_bias_linear: bool = flag(True, "No biases in linear layers.", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "Give the query, key and value projections biases, also when other linear layers "
                                      "have none.")
+    attention_pattern: str = flag("", "Which earlier tokens a token attends to: causal: all; sliding-window: the "
+                                      "nearest ones, see --window-size; default: sliding-window with --window-size, "
+                                      "else causal.", choices=("causal", "sliding-window"))
+    window_size: int = flag(0, "Tokens that a token attends to under sliding-window: itself and the W - 1 before it. "
+                               "Megatron's pair A,B means W = A + 1.", "--window-size", "--sliding-window", nargs="*",
+                            metavar="W")
+    window_attn_skip_freq: str = flag("", "Which layers attend within the window, as in Megatron: N: all but every "
+                                          "N-th layer, which attends to all earlier tokens; or a list with 1 (window) "
+                                          "or 0 for each layer, such as ([1]*3+[0])*4; default: all layers.")
     qk_layernorm: bool = flag(False, "Normalise queries and keys per head before the rotary embedding.")
     untie_embeddings_and_output_weights: bool = flag(False, "Use separate weights for the embedding and the output "
                                                             "layer, instead of the same ones.")

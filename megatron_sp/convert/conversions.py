@@ -16,7 +16,7 @@ from megatron_sp.checkpoint.state_file import read_part, read_state
 from megatron_sp.checkpoint.tokenizer_files import FIELDS, copied_names, with_existing_tokenizer
 from megatron_sp.config.cli.flags import parse
 from megatron_sp.config.cli.load_hf import TOKENIZER_FILES
-from megatron_sp.config.families import CONFIG, choose_family, model_fields, read_config, sliding_window
+from megatron_sp.config.families import CONFIG, choose_family, model_fields, read_config
 from megatron_sp.config.resolve import resolve, with_vocab
 from megatron_sp.config.rules.sizes import check_model
 from megatron_sp.config.schema import Data, Model, Parallel, Precision, Run
@@ -99,11 +99,6 @@ def hf_to_native(load: Path, save: Path) -> Result:
         raise CheckpointError(f"{load / CONFIG}: {'; '.join(problems)}")
     refuse_used_directory(load, save)
     notes = []
-    window = sliding_window(config)
-    if window and fields.get("max_position_embeddings") == window:
-        notes.append(f"{CONFIG} limits attention to a sliding window of {window} tokens. Attention here sees the whole "
-                     f"sequence, which is the same for up to {window} tokens; the checkpoint says "
-                     f"--max-position-embeddings {window}.")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     precision = Precision(bf16=dtype == "bfloat16", fp16=dtype == "float16")
     data = Data(seq_length=fields.get("max_position_embeddings", 1), tokenizer_type="NullTokenizer")

@@ -176,7 +176,7 @@ _ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu", "quick_gelu")
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0, 1, [1], "1"), "apply_residual_connection_post_layernorm": (None, False),
     "embed_layernorm": (None, False),
-    "multi_latent_attention": (None, False), "window_size": (None,), "num_moe_experts": (None, 0)}
+    "multi_latent_attention": (None, False), "num_moe_experts": (None, 0)}
 
 
 def model_fields(checkpoint: MegatronCheckpoint) -> tuple[dict[str, Any], list[str]]:
@@ -193,6 +193,7 @@ def model_fields(checkpoint: MegatronCheckpoint) -> tuple[dict[str, Any], list[s
     groups = args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_key_value_heads")
     if isinstance(groups, int) and groups > 0:
         fields["num_query_groups"] = groups
+    fields |= _window(args)
     fields["normalization"] = "RMSNorm" if "rms" in str(args.get("normalization", "")).lower() else "LayerNorm"
     fields["activation"] = next((name for name in _ACTIVATIONS if args.get(name)), "gelu")
     if fields["activation"] == "gelu" and args.get("bias_gelu_fusion") and fields.get("add_bias_linear", True):
@@ -200,6 +201,14 @@ def model_fields(checkpoint: MegatronCheckpoint) -> tuple[dict[str, Any], list[s
     kind_of_positions, problem = _positions(args)
     fields["position_embedding_type"] = kind_of_positions
     return fields, problems + ([problem] if problem else [])
+
+
+def _window(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the window: Megatron's pair counts the tokens before a token, and after it."""
+    pair, skipped = args.get("window_size"), args.get("window_attn_skip_freq")
+    if not pair or pair[0] < 0:
+        return {}
+    return {"window_size": pair[0] + 1} | ({"window_attn_skip_freq": str(skipped)} if skipped else {})
 
 
 def _positions(args: dict[str, Any]) -> tuple[str, str]:

@@ -7,14 +7,17 @@ Every attention core, every wrapper of one (Ulysses, ring) and every block of a 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_sp.layout.windows import attended_area
 
 Range = tuple[int, int]
 
 #: What a mask may ask of an attention core beyond causal attention of s queries to the same s tokens. A core names in
 #: ``supports`` what it can do, and a run whose masks need more is refused before it starts.
 DOCUMENTS = "documents"
+WINDOW = "window"
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,15 @@ class Piece:
         queries, keys: half-open ranges of positions in the sequence.
         causal: the two ranges are equal, and each query sees the keys up to its own position. Otherwise each query sees
             all keys of the piece.
+        mirrored: there are as many queries as keys, and query number i of the piece sees key number i and all later
+            ones. This is where the keys that a window hides begin. A causal kernel computes it on tokens in reverse
+            order. It is never causal too.
     """
 
     queries: Range
     keys: Range
     causal: bool
+    mirrored: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,20 +69,49 @@ class AttentionMask:
 
     A mask is an immutable Python object, equal on all ranks that share a sequence, and holds nothing of the size of the
     sequence. So recomputation keeps it like any other argument, and FSDP and torch's pipeline, which move and split
-    tensors, leave it alone. Code that adds a rule (a window, a pattern of blocks) adds a field with a default that
-    allows everything, a name that cores declare, and its part in ``pieces``.
+    tensors, leave it alone. Code that adds a rule (a pattern of blocks) adds a field with a default that allows
+    everything, a name that cores declare, and its part in ``pieces``.
+
+    A window cuts a band out of the triangle. Blocks of W queries make it of pieces that kernels know: a causal square
+    on the diagonal, and before it a mirrored one of W - 1 tokens. Nine tokens with a window of W = 4 (c: causal,
+    m: mirrored)::
+
+        query 0   c
+              1   c c
+              2   c c c
+              3   c c c c
+              4     m m m c                pieces(0, queries=(0, 9), keys=(0, 9)):
+              5       m m c c                (0, 4) x (0, 4) causal
+              6         m c c c              (4, 8) x (4, 8) causal, (4, 7) x (1, 4) mirrored
+              7           c c c c            (8, 9) x (8, 9) causal, (8, 9) x (5, 6) mirrored, (8, 9) x (6, 8) all pairs
+              8             m # # c
 
     Attributes:
         documents: for each sequence of the microbatch, the positions at which its documents start, ascending from 0. A
             query sees only keys of its own document. Empty: each sequence is one document.
+        window: a query sees the key at its own position and the ``window - 1`` before it. 0: all before it. Batches
+            come without a window, and each layer adds its own (``within``).
     """
 
     documents: tuple[tuple[int, ...], ...] = ()
+    window: int = 0
 
     @property
     def needs(self) -> frozenset[str]:
         """Return the names of what a core must support, beyond causal attention, to compute this mask."""
-        return frozenset([DOCUMENTS] if any(len(starts) > 1 for starts in self.documents) else [])
+        documents = any(len(starts) > 1 for starts in self.documents)
+        return frozenset(name for name, is_used in ((DOCUMENTS, documents), (WINDOW, self.window > 0)) if is_used)
+
+    def within(self, window: int) -> AttentionMask:
+        """Return the mask with a window; 0 leaves it as it is."""
+        return replace(self, window=window) if window else self
+
+    def after(self, tokens: int) -> AttentionMask:
+        """Return the mask for sequences without their first ``tokens`` tokens, whose keys no query needs."""
+        if not tokens:
+            return self
+        return replace(self, documents=tuple(
+            (0, *(start - tokens for start in starts if start > tokens)) for starts in self.documents))
 
     def ranges(self, row: int, within: Range) -> Iterator[Range]:
         """Yield, in order, the part of each document of a sequence that lies within a range of positions.
@@ -94,7 +130,8 @@ class AttentionMask:
     def first_key(self, row: int, query: int) -> int:
         """Return the position of the first key of a sequence that a query may see. Later queries see no earlier key."""
         starts = self.documents[row] if self.documents else (0,)
-        return starts[bisect_right(starts, query) - 1]
+        first = starts[bisect_right(starts, query) - 1]
+        return max(first, query - self.window + 1) if self.window else first
 
     def lengths(self, batch: int, tokens: int) -> list[int]:
         """Return the lengths of the documents of all sequences, those of the first sequence first.
@@ -105,14 +142,20 @@ class AttentionMask:
         """
         return [stop - start for row in range(batch) for start, stop in self.ranges(row, (0, tokens))]
 
-    def attention_share(self, batch: int, tokens: int) -> float:
+    def attention_share(self, batch: int, tokens: int, windows: Sequence[int] = (0,)) -> float:
         """Return the work of attention to all sequences, relative to sequences of one document each: 1.0 or less.
 
-        The work of a document is in proportion to the square of its length.
+        The work of a document is in proportion to the square of its length, or to the part of it in a window.
+
+        Args:
+            windows: the window of each layer, see ``windows.layer_windows``.
         """
-        if not self.needs:
+        if DOCUMENTS not in self.needs:
             return 1.0
-        return sum(length * length for length in self.lengths(batch, tokens)) / (batch * tokens * tokens)
+        lengths = self.lengths(batch, tokens)
+        counts = {window: windows.count(window) for window in windows}
+        work = sum(count * attended_area(length, window) for window, count in counts.items() for length in lengths)
+        return work / (batch * sum(count * attended_area(tokens, window) for window, count in counts.items()))
 
     def pieces(self, row: int, queries: Range, keys: Range) -> list[Piece]:
         """Return the pieces that make up the attention of some queries of a sequence to some of its keys.
@@ -124,19 +167,52 @@ class AttentionMask:
             row: number of the sequence in the microbatch.
             queries, keys: half-open ranges of positions; they may overlap in any way.
         """
-        found = []
+        found: list[Piece] = []
         for start, stop in self.ranges(row, (min(queries[0], keys[0]), max(queries[1], keys[1]))):
             first, last = max(start, queries[0]), min(stop, queries[1])
             low, high = max(start, keys[0]), min(stop, keys[1])
             if first >= last or low >= high:
                 continue
-            if low < min(first, high):  # keys before the first query
-                found.append(Piece((first, last), (low, min(first, high)), False))
+            found += self._to_earlier((first, last), (low, min(first, high)))
             own, end = max(low, first), min(high, last)
             if own < end:  # tokens that are queries and keys
-                found.append(Piece((own, end), (own, end), True))
-                if end < last:
-                    found.append(Piece((end, last), (own, end), False))
+                found += self._square(own, end)
+                found += self._to_earlier((end, last), (own, end))
+        return found
+
+    def _square(self, first: int, last: int) -> list[Piece]:
+        """Return the pieces of the attention of a range of tokens to themselves."""
+        found = []
+        step = self.window or last - first
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            found.append(Piece((start, stop), (start, stop), True))
+            found += self._to_earlier((start, stop), (max(first, start - step + 1), start))
+        return found
+
+    def _to_earlier(self, queries: Range, keys: Range) -> list[Piece]:
+        """Return the pieces of the attention of some queries to keys that all come before them; a range may be empty.
+
+        With a window the first queries see all keys, and each query after them one key less than the one before::
+
+            keys      0 1 2 3 4 5      window 7
+            query 6   # # # # # #      (6, 7) x (0, 6) all pairs
+                  7     m # # # #      (7, 9) x (1, 3) mirrored
+                  8       m # # #      (7, 9) x (3, 6) all pairs
+        """
+        (first, last), (low, high) = queries, keys
+        if first >= last or low >= high:
+            return []
+        if not self.window:
+            return [Piece(queries, keys, False)]
+        start = max(first, low + self.window - 1)  # this query and later ones see a key less than the one before
+        stop = min(last, high + self.window - 1)  # this one and later ones see no key
+        found = [Piece((first, min(last, start)), keys, False)] if first < start else []
+        if start < stop:
+            seen_from, count = start - self.window + 1, stop - start
+            found.append(Piece((start, stop), (seen_from, seen_from + count), False, mirrored=True))
+            if seen_from + count < high:
+                found.append(Piece((start, stop), (seen_from + count, high), False))
         return found
 
 

@@ -13,6 +13,7 @@ from megatron_sp.layout.heads import HeadSplit
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.schedules import stages_of_rank
 from megatron_sp.layout.stages import stage_layers
+from megatron_sp.layout.windows import layer_windows
 from megatron_sp.model.attention.chunk_attention import ChunkAttention
 from megatron_sp.model.attention.self_attention import AttentionPlan
 from megatron_sp.model.attention.unfused import attend_in_query_blocks
@@ -55,8 +56,9 @@ def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit)
 
     overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
     wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap, compiled=run.train.compile)
-    if run.train.compile and run.data.reset_attention_mask:
-        wrapped = torch.compiler.disable(wrapped)  # documents differ in each microbatch: each would compile anew
+    if run.train.compile and (run.data.reset_attention_mask or any(layer_windows(run.model))):
+        # Documents differ in each microbatch, so each would compile anew; windows are made of many small calls.
+        wrapped = torch.compiler.disable(wrapped)
     return AttentionPlan(heads, wrapped, first_query_head(heads, mesh))
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.windows import layer_windows
 from megatron_sp.model.attention.block_kernels import UnfusedBlockKernel, choose_block_kernel
 from megatron_sp.model.attention.cores import AttentionCore, SDPACore, choose_core
+from megatron_sp.model.attention.window import WindowAttention
 from megatron_sp.model.norm_kernels import NormKernels, choose_norm_kernels
 from megatron_sp.parallel.ring import BlockKernel
 
@@ -40,12 +42,17 @@ def choose_kernels(run: Run, device: torch.device) -> Kernels:
     choice, dtype = run.train.fused_kernels, getattr(torch, run.precision.dtype)
     norms = choose_norm_kernels("torch" if choice == "auto" and run.train.compile else choice, device)
     if uses_blocks(run):
-        chosen = choose_block_kernel(device, dtype, run.model.head_dim, ring=run.parallel.ring > 1)
-        return Kernels(SDPACore(), chosen.kernel, norms, chosen.warnings)
+        chosen = choose_block_kernel(device, dtype, run.model.head_dim,
+                                     use="ring" if run.parallel.ring > 1 else "chunks")
+        return Kernels(SDPACore(windowed=WindowAttention(chosen.kernel)), chosen.kernel, norms, chosen.warnings)
+    windowed, missing = None, ()
+    if any(layer_windows(run.model)) and run.model.attention_dropout == 0 and run.train.attention_backend != "unfused":
+        chosen = choose_block_kernel(device, dtype, run.model.head_dim, use="window")
+        windowed, missing = WindowAttention(chosen.kernel), chosen.warnings
     core = choose_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
                        half_head_dim=run.model.head_dim if dtype != torch.float32 else 0,
-                       documents=run.data.reset_attention_mask)
-    return Kernels(core.core, UnfusedBlockKernel(), norms, core.warnings)
+                       documents=run.data.reset_attention_mask, windowed=windowed)
+    return Kernels(core.core, UnfusedBlockKernel(), norms, core.warnings + missing)
 
 
 def uses_blocks(run: Run) -> bool:
@@ -74,6 +81,11 @@ def kernels_in_words(run: Run, kernels: Kernels) -> str:
                      f"--attention-dropout {run.model.attention_dropout:g} (--attention-dropout 0 makes it fast)")
     else:
         attention = core + documents_in_words(run, kernels)
+    local = sum(map(bool, layer_windows(run.model)))
+    if local:
+        layers = run.model.num_layers
+        attention += (f", within {run.model.window_size} tokens in "
+                      + ("all layers" if local == layers else f"{local} of {layers} layers"))
     fused = " (fused)" if run.optimizer.optimizer != "sgd" else ""
     compiled = "compiled" if run.train.compile else "not compiled"
     return f"kernels: attention {attention}; norms {kernels.norms.name}; optimizer torch{fused}; layers {compiled}"

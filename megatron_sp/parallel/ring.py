@@ -25,7 +25,7 @@ and all ranks compute equally many query-key pairs in each step. A ring of two, 
 Only step 0 needs a mask. In later steps a rank attends with all its queries to the early half of the keys that an
 earlier rank owns, or with the late half of its queries to all keys that a later rank owns.
 
-Where tokens attend only to their own document, a rank computes each piece of each document by itself
+Where tokens attend only to their own document, or within a window, a rank computes each piece by itself
 (``AttentionMask.pieces``). The blocks travel as before, but the ranks then have unequal work.
 
 With t tokens per rank, g key/value heads and head width d, the forward sends ``(r-1) * t * 2 * g * d`` elements per
@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, AttentionMask, Range
+from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, WINDOW, AttentionMask, Range
 from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.parallel.ulysses import BytesSent
 
@@ -68,18 +68,53 @@ class BlockKernel(Protocol):
         """
 
 
+class MirroredKernel:
+    """A block kernel whose "causal" means that query i sees key i and all later ones.
+
+    It gives another kernel the tokens in reverse order, in which later keys come first.
+    """
+
+    def __init__(self, kernel: BlockKernel):
+        self.kernel, self.description = kernel, kernel.description
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``BlockKernel``."""
+        o, lse = self.kernel.forward(q.flip(1), k.flip(1), v.flip(1), causal)
+        return o.flip(1), lse.flip(2)
+
+    def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+                 lse: torch.Tensor, causal: bool) -> Triple:
+        """See ``BlockKernel``."""
+        dq, dk, dv = self.kernel.backward(grad.flip(1), q.flip(1), k.flip(1), v.flip(1), o.flip(1), lse.flip(2), causal)
+        return dq.flip(1), dk.flip(1), dv.flip(1)
+
+
+class PieceKernels:
+    """Computes the pieces of ``AttentionMask.pieces`` with a block kernel."""
+
+    def __init__(self, kernel: BlockKernel):
+        self.kernel, self.mirrored = kernel, MirroredKernel(kernel)
+
+    def of(self, mirrored: bool) -> BlockKernel:
+        """Return the kernel to call with ``causal=True`` for causal or mirrored pieces."""
+        return self.mirrored if mirrored else self.kernel
+
+
 class Work(NamedTuple):
     """Queries of this rank that attend to keys of a block: all their pairs, or if ``causal`` those up to the diagonal.
 
     Attributes:
         rows: sequences of the microbatch.
         queries, keys: indices of tokens on the rank that owns them.
+        mirrored: see ``attention_mask.Piece``.
     """
 
     rows: slice
     queries: slice
     keys: slice
     causal: bool
+    mirrored: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,7 +180,7 @@ class Ring:
             return [] if attended is None else [Work(slice(0, batch), *attended)]
         layout = SequenceLayout(tokens * self.size, ring=self.size, kind="zigzag" if self.zigzag else "contiguous")
         return [Work(slice(row, row + 1), _shifted(piece.queries, query_shift), _shifted(piece.keys, key_shift),
-                     piece.causal)
+                     piece.causal, piece.mirrored)
                 for queries, query_shift in _local_ranges(layout.ring_ranges(self.rank))
                 for keys, key_shift in _local_ranges(layout.ring_ranges(owner))
                 for row in range(batch) for piece in mask.pieces(row, queries, keys)]
@@ -184,6 +219,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring,
                 mask: AttentionMask) -> torch.Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
+        kernels = PieceKernels(ring.kernel)
         kv = torch.stack((k, v))  # the block that this rank holds, [2, b, t, g, d]
         o = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
@@ -192,8 +228,9 @@ class _RingAttention(torch.autograd.Function):
             next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
             if not is_last:
                 ring.sent.add([kv])
-            for rows, queries, keys, causal in ring.work((ring.rank - step) % ring.size, q.shape, mask):
-                o_block, lse_block = ring.kernel.forward(q[rows, queries], kv[0][rows, keys], kv[1][rows, keys], causal)
+            for rows, queries, keys, causal, mirrored in ring.work((ring.rank - step) % ring.size, q.shape, mask):
+                o_block, lse_block = kernels.of(mirrored).forward(q[rows, queries], kv[0][rows, keys],
+                                                                  kv[1][rows, keys], causal or mirrored)
                 o[rows, queries], lse[rows, :, queries] = merge(o[rows, queries], lse[rows, :, queries],
                                                                 o_block.to(wide), lse_block.to(wide))
             for transfer in kv_transfers:
@@ -208,6 +245,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         q, k, v, o, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
+        kernels = PieceKernels(ring.kernel)
         wide = torch.promote_types(q.dtype, torch.float32)
         kv = torch.stack((k, v))
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -217,10 +255,10 @@ class _RingAttention(torch.autograd.Function):
             is_last = step == ring.size - 1
             next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
             to_add: list[tuple[slice, slice, torch.Tensor, torch.Tensor]] = []
-            for rows, queries, keys, causal in ring.work((ring.rank - step) % ring.size, q.shape, ctx.mask):
-                dq_block, dk_block, dv_block = ring.kernel.backward(
+            for rows, queries, keys, causal, mirrored in ring.work((ring.rank - step) % ring.size, q.shape, ctx.mask):
+                dq_block, dk_block, dv_block = kernels.of(mirrored).backward(
                     grad[rows, queries], q[rows, queries], kv[0][rows, keys], kv[1][rows, keys], o[rows, queries],
-                    lse[rows, :, queries], causal)
+                    lse[rows, :, queries], causal or mirrored)
                 dq[rows, queries] += dq_block
                 to_add.append((rows, keys, dk_block, dv_block))
             for transfer in dkv_transfers:  # dkv holds what the ranks before this one added for this block
@@ -241,7 +279,7 @@ class _RingAttention(torch.autograd.Function):
 class RingAttention:
     """Attention over a ring of ranks, with the call signature of an attention core."""
 
-    supports = frozenset({DOCUMENTS})
+    supports = frozenset({DOCUMENTS, WINDOW})
 
     def __init__(self, ring: Ring):
         self.ring = ring

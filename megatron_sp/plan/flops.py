@@ -8,12 +8,14 @@ heads x head width, L layers, V vocabulary without padding (which depends on the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Model, Run
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
+from megatron_sp.layout.windows import attended_area, layer_windows
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class SequenceFlops:
         projections: products with attention's weights.
         mlp: products with the feed-forward layers' weights.
         output: product with the output layer's weight, which is never computed again.
-        attention: scores and their product with the values, as if no score were masked.
+        attention: scores and their product with the values, as if the causal mask hid none of them. Those that a
+            window hides are left out.
     """
 
     projections: float
@@ -83,9 +86,11 @@ def repeats_of(run: Run) -> Repeats:
     mlp = layers if unit > 1 or not tiled or (kind == "selective" and not grouped) else 0.0
     query, key_value = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
     chunks = num_chunks(run)
-    first_pass = (chunks - 1) / chunks  # of the tokens; its causal attention is the square of it
+    first_pass = (chunks - 1) / chunks  # of the tokens
     scores = (attention if kind == "full" or grouped or drops else 0.0) + grouped + drops / 2
-    scores += first_pass**2 * (1 - 1 / model.num_layers)  # the first pass needs no attention in the last layer
+    if chunks > 1:  # the first pass needs no attention in the last layer
+        windows, length = layer_windows(model), run.data.seq_length
+        scores += _attended(windows[:-1], length * (chunks - 1) // chunks) / _attended(windows, length)
     if chunks > 1 and kind == "selective" and not drops:
         scores = 0.0
     return Repeats(
@@ -102,7 +107,7 @@ def sequence_flops(model: Model, seq_length: int) -> SequenceFlops:
     """Return the forward FLOPs of one sequence.
 
     Per token: ``2 [L (h (A + 2K) + A h + m h f) + V h]``, with m = 3 matrices for gated activations, else 2.
-    Attention per sequence: ``4 L A s^2``.
+    Attention per sequence: ``4 L A s^2``; in a layer with a window of W tokens ``4 A (s^2 - (s - W)^2)``.
     """
     h, layers = model.hidden_size, model.num_layers
     query = model.num_attention_heads * model.kv_channels
@@ -111,4 +116,9 @@ def sequence_flops(model: Model, seq_length: int) -> SequenceFlops:
         projections=2 * seq_length * layers * (h * (query + 2 * key_value) + query * h),
         mlp=2 * seq_length * layers * _matrices(model) * h * model.ffn_hidden_size,
         output=2 * seq_length * model.vocab_size * h,
-        attention=4 * layers * query * seq_length**2)
+        attention=4 * query * _attended(layer_windows(model), seq_length))
+
+
+def _attended(windows: Sequence[int], tokens: int) -> int:
+    """Return the sum over some layers of what attention to a sequence computes; see ``attended_area``."""
+    return sum(attended_area(tokens, window) for window in windows)

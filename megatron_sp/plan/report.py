@@ -18,6 +18,7 @@ from megatron_sp.layout.schedules import stages_of_rank
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
 from megatron_sp.layout.tokens import SequenceLayout
+from megatron_sp.layout.windows import layer_windows
 from megatron_sp.plan.communication import Traffic, step_traffic
 from megatron_sp.plan.devices import GIB, Device
 from megatron_sp.plan.flops import repeats_of, sequence_flops
@@ -61,7 +62,7 @@ class Report:
                       "data_parallel": parallel.dp, "microbatches": _microbatches(run),
                       "tokens_per_rank": run.data.seq_length // parallel.sp, "chunks": num_chunks(run)},
             "iterations": iterations, "samples": samples, "tokens": samples * run.data.seq_length,
-            "attention_counted": "causal half" + (
+            "attention_counted": "causal half" + (" within the window" if any(layer_windows(run.model)) else "") + (
                 ", as if each sequence were one document" if run.data.reset_attention_mask else ""),
             "flops_per_step": run.train.global_batch_size * flops.train(),
             "hardware_flops_per_step": run.train.global_batch_size * flops.train(repeats=repeats_of(run)),

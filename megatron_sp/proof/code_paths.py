@@ -13,6 +13,7 @@ from megatron_sp.layout.heads import HeadSplit, are_equal_groups
 from megatron_sp.layout.schedules import SCHEDULES
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks, tokens_at_once
+from megatron_sp.layout.windows import layer_windows
 
 #: For each code path: the cost of a proof without it, and its description for users. Where a proof cannot have all code
 #: paths, ``shrink`` chooses the small run for which the costs of the missing ones have the lowest sum.
@@ -59,6 +60,7 @@ def code_paths(run: Run) -> dict[str, Any]:
         "sharded": shard > 1, "replicated": parallel.fsdp // shard > 1,
         "shards within a sequence": 1 < shard <= parallel.sp,
         "memory": memory_paths(run), "chunks": min(3, num_chunks(run)),
+        "windows": window_paths(run),
         "partly rotated heads": model.rotary_percent < 1,
         "tail of learned positions":
             model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > run.data.seq_length,
@@ -89,6 +91,12 @@ def head_paths(run: Run) -> frozenset[tuple[Any, ...]]:
         found.add((split.kv_is_replicated_over_tp, len(sizes), len(sent) != len(set(sent)), tuple(sorted(even)),
                    model.num_query_groups == 1, model.num_query_groups == model.num_attention_heads, differ))
     return frozenset(found)
+
+
+def window_paths(run: Run) -> tuple[bool, bool, bool]:
+    """Return whether some layers attend within a window, whether some do not, and whether it is longer than a chunk."""
+    windows = layer_windows(run.model)
+    return any(windows), not all(windows), max(windows) > tokens_at_once(run)
 
 
 def memory_paths(run: Run) -> tuple[bool, ...]:

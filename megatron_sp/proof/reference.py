@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import Model, Run
+from megatron_sp.layout.windows import parse_local_layers
 from megatron_sp.parallel.random import Dropout
 
 Weights = dict[str, Tensor]
@@ -247,10 +248,27 @@ def reference_logits(weights: Weights, model: Model, tokens: Tensor, positions: 
         x = x + weights["embedding.position.weight"][positions]
     x = drop("embedding", x)
     for index in range(model.num_layers):
-        x = reference_block(weights, f"layers.{index}", model, x, positions, drop, same)
+        x = reference_block(weights, f"layers.{index}", model, x, positions, drop, _in_window(model, index, same, x))
     x = _norm(weights, "final_norm", model, x)
     tied = not model.untie_embeddings_and_output_weights
     return x @ weights["embedding.word.weight" if tied else "output.weight"].T
+
+
+def _in_window(model: Model, layer: int, same: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return ``same`` without the pairs of tokens that the window of a layer hides, bool ``[B, s, s]``.
+
+    Under Megatron's rule every N-th layer has no window, or a list says for each layer whether it has one.
+    """
+    pattern = model.window_attn_skip_freq
+    if not model.window_size:
+        return same
+    if pattern:
+        local = parse_local_layers(pattern)
+        if not (local[layer] if isinstance(local, tuple) else (layer + 1) % local):
+            return same
+    place = torch.arange(x.shape[1])
+    near = (place.unsqueeze(1) - place < model.window_size).expand(x.shape[0], -1, -1)
+    return near if same is None else near & same
 
 
 def reference_block(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor,

@@ -32,6 +32,8 @@ SCHEDULE = Schedule(lr=3e-3, min_lr=1e-3, lr_decay_style="cosine", lr_decay_iter
 CLIP = 0.1
 #: Initial dynamic loss scale of a proof in fp16. The default one would overflow in the first steps and skip them.
 LOSS_SCALE = 256.0
+#: Window of a proof: a few blocks in each sequence, and no divisor of its length.
+WINDOW = 5
 AXES = {"tensor": "tp", "pipeline": "pp", "Ulysses": "ulysses", "ring": "ring"}
 
 
@@ -256,12 +258,16 @@ def _small_model(run: Run, like: Run) -> Run:
     mlp_tiled, loss_tiled, several, rest = wanted["memory"]
     recomputed = 1 if given.recompute_method == "block" else min(2, given.recompute_num_layers)
     layers, each = _few_layers(run, 2 if several or rest else 1, is_uneven=wanted["uneven stages"])
+    local, is_global, spans_chunks = wanted["windows"]
     return replace(
         run, data=replace(run.data, seq_length=length),
         memory=replace(given, sequence_chunk_size=at_once if given.sequence_chunk_size else 0,
                        mlp_tile_size=tile if mlp_tiled else given.mlp_tile_size,
                        loss_tile_size=tile if loss_tiled else given.loss_tile_size, recompute_num_layers=recomputed),
-        model=replace(model, hidden_size=hidden, kv_channels=min(width, model.kv_channels), ffn_hidden_size=ffn,
+        model=replace(model, attention_pattern="",
+                      window_size=(at_once + WINDOW if spans_chunks else WINDOW) if local else 0,
+                      window_attn_skip_freq="2" if local and is_global else "",
+                      hidden_size=hidden, kv_channels=min(width, model.kv_channels), ffn_hidden_size=ffn,
                       num_layers=layers, max_position_embeddings=length + tail),
         parallel=replace(parallel, layers_per_virtual_stage=0, pipeline_layers=each))
 

@@ -14,6 +14,7 @@ from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_sp.layout.batch_size import BatchSize
+from megatron_sp.layout.windows import layer_windows
 from megatron_sp.runtime import Environment, start, stop
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
@@ -103,7 +104,8 @@ def advice(run: Run) -> list[str]:
     if not run.checkpoint.save:
         lines.append("no --save: neither metrics.jsonl nor config.json nor a checkpoint is written")
     if run.logging.log_throughput:
-        inside = " inside documents" if run.data.reset_attention_mask else ""
+        inside = (" within the window" if any(layer_windows(run.model)) else "") + (
+            " inside documents" if run.data.reset_attention_mask else "")
         lines.append(f"throughput and MFU count matrix products, the causal half of attention{inside} and no "
                      "recomputation; HFU counts recomputation, too")
     return lines

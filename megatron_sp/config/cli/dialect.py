@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_sp.config.cli.claims import Claims
 from megatron_sp.config.cli.tables import HINTS
-from megatron_sp.config.cli.values import parse_choice, parse_int, parse_words, strip_quotes
+from megatron_sp.config.cli.values import parse_choice, parse_int, strip_quotes
 
 #: Hints that people also give to this project's own command lines; they are no sign of Megatron's dialect.
 _NO_SIGN = {"--local-rank", "--calculate-per-token-loss", "--deterministic-mode", "--use-cpu-initialization"}
@@ -18,7 +18,7 @@ FPDT_CHUNK = 65536
 
 def translate_dialect(claims: Claims) -> None:
     """Add what Megatron means and does not say; a note names each such reading once."""
-    for step in (_recomputation, _zero_bubble, _stage_layers, _biases, _window, _chunks, _same_data_twice, _gelu,
+    for step in (_recomputation, _zero_bubble, _stage_layers, _biases, _chunks, _same_data_twice, _gelu,
                  _loss_mean, _loss_scale):
         step(claims)
 
@@ -120,26 +120,6 @@ def _zero_bubble(claims: Claims) -> None:
     if reason:
         claims.values.pop(key)
         claims.notes.append(f"{', '.join(flags)}: 1F1B is run instead, because {reason}. No result depends on it.")
-
-
-def _window(claims: Claims) -> None:
-    """Accept a window of attention as long as the sequence, which hides nothing; refuse a shorter one."""
-    for flag in ("--sliding-window", "--window-size"):
-        words = [part for word in parse_words(claims.given.get(flag, [])) for part in strip_quotes(word).split(",")]
-        try:
-            size = parse_int(words[0].strip("()[] ")) if words and words[0] else None
-        except ValueError as error:
-            claims.problems.append(f"{flag}: {error}.")
-            continue
-        length = claims.claimed("data.seq_length")
-        if size is None:
-            continue
-        if size == -1 or (length is not None and size >= length):
-            claims.notes.append(f"{flag} {size} has no effect: every token sees all {length or ''} tokens before it."
-                                .replace("  ", " "))
-        else:
-            claims.problems.append(f"{flag} {size}: sliding-window attention is not supported; leave the flag out for "
-                                   "attention to the whole sequence.")
 
 
 def _chunks(claims: Claims) -> None:

@@ -18,6 +18,7 @@ from megatron_sp.config.cli.foreign import PRESET, foreign_flags, translate
 from megatron_sp.config.cli.load_hf import LOAD_HF
 from megatron_sp.config.cli.options import Option, normalise, schema_options, sections
 from megatron_sp.config.cli.values import parse_words, strip_quotes
+from megatron_sp.config.cli.windows import read_windows
 from megatron_sp.config.rules.bounds import bound_problem
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError
@@ -90,6 +91,7 @@ def parse(argv: Sequence[str], plan: bool = False) -> Parsed:
     options = schema_options()
     claims = Claims(plan=plan)
     _scan(argv, _arities(options), claims)
+    read_windows(claims)
     _claim_schema(options, claims)
     translate(claims)
     answer_tables(claims)

@@ -96,8 +96,6 @@ OTHERS: dict[str, Foreign] = {
                                          "(--disable-bias-linear --add-qkv-bias). Refused alone."),
     "--account-for-embedding-in-pipeline-split": Foreign(0, "The first pipeline stage gets one layer less."),
     "--account-for-loss-in-pipeline-split": Foreign(0, "The last pipeline stage gets one layer less."),
-    "--sliding-window": Foreign(1, "No effect at --seq-length or more; else refused."),
-    "--window-size": Foreign("*", "No effect at --seq-length or more; else refused."),
     "--ds-sequence-parallel-fpdt": Foreign(0, "--sequence-chunk-size of --ds-sequence-parallel-fpdt-chunk-size tokens; "
                                               "another algorithm than DeepSpeed's FPDT, with the same result."),
     "--ds-sequence-parallel-fpdt-chunk-size": Foreign(1, "Tokens of a chunk under --ds-sequence-parallel-fpdt; "

@@ -7,14 +7,15 @@ from typing import Any
 
 from megatron_sp.config.cli.claims import Claims
 from megatron_sp.config.cli.options import flag_names
-from megatron_sp.config.families import CONFIG, model_fields, read_config, sliding_window
+from megatron_sp.config.families import CONFIG, model_fields, read_config
 
 LOAD_HF = "--load-hf"
 _KEY = "checkpoint.load_hf"
 #: Fields that the command line may set otherwise than config.json: they change no weight, and users change them to
 #: train on longer sequences or with another dropout.
 MAY_DIFFER = {"rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
-              "max_position_embeddings", "attention_dropout", "hidden_dropout"}
+              "max_position_embeddings", "attention_dropout", "hidden_dropout", "attention_pattern", "window_size",
+              "window_attn_skip_freq"}
 #: Files of which a directory holds at least one when it holds a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -35,21 +36,11 @@ def claim_model_of_load_hf(claims: Claims) -> None:
     claims.problems += [f"{LOAD_HF} {directory}: {CONFIG}: {problem}." for problem in problems]
     if problems:
         return
-    window = sliding_window(config)
-    may_differ = MAY_DIFFER - ({"max_position_embeddings"} if _is_fixed(fields, window) else set())
+    # Positions that are weights cannot become more or fewer.
+    fixed = {"max_position_embeddings"} if fields.get("position_embedding_type") == "learned_absolute" else set()
     for name, value in fields.items():
-        _claim(claims, name, value, directory, name in may_differ)
-    if window and fields.get("max_position_embeddings") == window:
-        claims.notes.append(f"{CONFIG} limits attention to a sliding window of {window} tokens. Attention here sees "
-                            f"the whole sequence, which is the same for up to {window} tokens, so longer sequences are "
-                            "refused.")
+        _claim(claims, name, value, directory, name in MAY_DIFFER - fixed)
     _claim_tokenizer(claims, directory)
-
-
-def _is_fixed(fields: dict[str, Any], window: int | None) -> bool:
-    """Whether the number of positions cannot be raised: they are weights, or a window would begin to matter."""
-    learned = fields.get("position_embedding_type") == "learned_absolute"
-    return learned or (window is not None and fields.get("max_position_embeddings") == window)
 
 
 def _claim(claims: Claims, name: str, value: Any, directory: str, may_differ: bool) -> None:

@@ -232,7 +232,7 @@ RUN_ONLY: dict[str, Refusal] = {
 }
 
 #: Flags of which only values that change nothing are accepted; no message may advise them.
-PARTLY_REFUSED = ("--num-experts", "--sliding-window", "--window-size")
+PARTLY_REFUSED = ("--num-experts",)
 
 #: Values of --distributed-backend for other devices: they say how ranks communicate, which changes no result.
 OTHER_BACKENDS = ("mpi", "ccl", "hccl", "xccl", "cncl", "ucc", "smddp")

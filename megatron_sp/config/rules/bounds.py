@@ -43,7 +43,8 @@ def _bounds(bound: Bound, section: str, names: str) -> dict[str, Bound]:
 #: ``section.field`` -> what a value on the command line must satisfy.
 BOUNDS: dict[str, Bound] = {
     **_bounds(POSITIVE_INT, "model", "num_layers hidden_size num_attention_heads num_query_groups kv_channels "
-              "ffn_hidden_size max_position_embeddings make_vocab_size_divisible_by vocab_size padded_vocab_size"),
+              "ffn_hidden_size max_position_embeddings window_size make_vocab_size_divisible_by vocab_size "
+              "padded_vocab_size"),
     **_bounds(POSITIVE, "model", "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor norm_epsilon "
               "init_method_std embedding_init_method_std"),
     "model.rotary_percent": Bound(low=0, high=1, low_open=True),

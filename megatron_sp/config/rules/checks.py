@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_sp.config.cli.options import schema_options
+from megatron_sp.config.rules.attention import check_attention, window_notes
 from megatron_sp.config.rules.bounds import BOUNDS, bound_problem
 from megatron_sp.config.rules.data import check_data, check_tokenizer
 from megatron_sp.config.rules.memory import check_chunks, check_memory
@@ -34,7 +35,7 @@ def check_problems(run: Run, plan: bool = False) -> list[str]:
         plan: leave out the rules about data, tokenizer, checkpoints and logs, which a plan does not depend on.
     """
     topics: tuple[Callable[[Run], list[str]], ...] = (
-        check_required, check_bounds, check_model, check_parallel, check_overlap, check_pipeline,
+        check_required, check_bounds, check_model, check_attention, check_parallel, check_overlap, check_pipeline,
         check_ring, check_memory, check_chunks, check_sequence, check_batch, check_length, check_schedule,
         check_weight_decay, check_precision, check_kernels)
     if not plan:
@@ -182,7 +183,7 @@ def advice(run: Run) -> list[str]:
     notes += [f"{name} has no effect without --save." for name, given in (
         ("--async-save", run.checkpoint.async_save), ("--keep-last", run.checkpoint.keep_last),
         ("--save-retain-interval", run.checkpoint.save_retain_interval)) if given and not run.checkpoint.save]
-    notes += horizon_notes(run)
+    notes += horizon_notes(run) + window_notes(run)
     if run.train.manual_gc_interval and not run.train.manual_gc:
         notes.append(f"--manual-gc-interval {run.train.manual_gc_interval} has no effect without --manual-gc.")
     return notes

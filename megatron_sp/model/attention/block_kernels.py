@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -125,6 +126,18 @@ def agrees_with_unfused(kernel: BlockKernel, device: torch.device, head_dim: int
         return False
 
 
+class Use(NamedTuple):
+    """How warnings name what attends with blocks, and what to use instead."""
+
+    who: str
+    cure: str
+
+
+USES = {"ring": Use("the ring attends", "use --ulysses-size instead of --ring-size"),
+        "chunks": Use("chunks of the sequence attend", "leave --sequence-chunk-size out"),
+        "window": Use("the sliding window attends", "leave --window-size out")}
+
+
 @dataclass(frozen=True)
 class ChosenBlockKernel:
     """The block kernel of a run, and warnings for the log about the choice."""
@@ -134,17 +147,17 @@ class ChosenBlockKernel:
 
 
 def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *,
-                        ring: bool = True) -> ChosenBlockKernel:
+                        use: str = "ring") -> ChosenBlockKernel:
     """Return the fastest block kernel that takes this type and head width and computes right on the device.
 
     Args:
         dtype: the type in which attention computes.
-        ring: the blocks are those of a ring, else chunks of the sequence; for warnings.
+        use: what the blocks are of, a key of ``USES``; for warnings.
     """
     kernel: BlockKernel = CPUFlashBlockKernel() if device.type == "cpu" else GPUFlashBlockKernel()
     changed = (f"does not work in torch {torch.__version__}, whose operators are missing or have changed. Install a "
                "torch version that the requirements name, or "
-               + ("use --ulysses-size instead of --ring-size" if ring else "leave --sequence-chunk-size out"))
+               + USES[use].cure)
     if device.type == "cpu":
         reason = "" if torch_internals.has_cpu_flash_attention() else changed
     elif dtype not in HALF:
@@ -156,6 +169,5 @@ def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int,
         reason = "" if agrees_with_unfused(kernel, device, head_dim) else changed
     if not reason:
         return ChosenBlockKernel(kernel)
-    who = "the ring attends" if ring else "chunks of the sequence attend"
     return ChosenBlockKernel(UnfusedBlockKernel(), (
-        f"{who} unfused, which is many times slower, because {kernel.description} {reason}.",))
+        f"{USES[use].who} unfused, which is many times slower, because {kernel.description} {reason}.",))

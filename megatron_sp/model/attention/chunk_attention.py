@@ -13,6 +13,7 @@ memory, and backward makes the gradients of one chunk's keys at a time. Chunks t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from megatron_sp.activations.key_values import LayerPast, Output, Past
 from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask, Range
 from megatron_sp.model.attention.unfused import AttentionDropout
-from megatron_sp.parallel.ring import BlockKernel, Triple, merge
+from megatron_sp.parallel.ring import BlockKernel, PieceKernels, Triple, merge
 from megatron_sp.parallel.ulysses import Core
 
 
@@ -48,8 +49,10 @@ class ChunkAttention:
             return q  # of the right shape; nobody reads it
         if dropout is None:
             return _ChunkAttention.apply(q, k, v, seen, Blocks(self.kernel, mask, seen.queries(q.shape[1]), len(q)))
-        k, v = _Extend.apply(k, v, seen)  # [b, C, g, d] -> [b, past + C, g, d]
-        return self.with_dropout(q, k, v, mask=mask, dropout=dropout)
+        first = first_visible(mask, seen)
+        k, v = _Extend.apply(k, v, seen, first)  # [b, C, g, d] -> [b, past + C, g, d]
+        return self.with_dropout(q, k, v, mask=mask.after(seen.keys(first)[0]),
+                                 dropout=replace(dropout, earlier=seen.keys(first)[0]))
 
 
 class Part(NamedTuple):
@@ -59,6 +62,7 @@ class Part(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
+    mirrored: bool = False
 
 
 class Blocks:
@@ -70,7 +74,7 @@ class Blocks:
     """
 
     def __init__(self, kernel: BlockKernel, mask: AttentionMask, queries: Range, batch: int):
-        self.kernel, self.mask, self.queries = kernel, mask, queries
+        self.kernels, self.mask, self.queries = PieceKernels(kernel), mask, queries
         # Sequences with the same mask are computed together.
         self.rows = [(row, slice(row, row + 1)) for row in range(batch)] if mask.documents else [(0, slice(0, batch))]
 
@@ -81,7 +85,7 @@ class Blocks:
             for piece in self.mask.pieces(row, self.queries, keys):
                 seen, asked = (slice(own[0] - whole[0], own[1] - whole[0])
                                for own, whole in ((piece.keys, keys), (piece.queries, self.queries)))
-                found.append(Part(rows, asked, seen, piece.causal))
+                found.append(Part(rows, asked, seen, piece.causal, piece.mirrored))
         return found
 
     def visible(self, past: Past) -> dict[int, list[Part]]:
@@ -94,8 +98,9 @@ class Blocks:
     def add_output(self, parts: list[Part], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                    lse: torch.Tensor) -> None:
         """Merge the attention to a block of keys into an output and a log-sum-exp."""
-        for rows, asked, seen, causal in parts:
-            o_part, lse_part = self.kernel.forward(q[rows, asked], k[rows, seen], v[rows, seen], causal)
+        for rows, asked, seen, causal, mirrored in parts:
+            o_part, lse_part = self.kernels.of(mirrored).forward(q[rows, asked], k[rows, seen], v[rows, seen],
+                                                                 causal or mirrored)
             o[rows, asked], lse[rows, :, asked] = merge(o[rows, asked], lse[rows, :, asked], o_part.to(o.dtype),
                                                         lse_part.to(lse.dtype))
 
@@ -114,11 +119,17 @@ class Blocks:
 
     def _gradients(self, part: Part, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                    o: torch.Tensor, lse: torch.Tensor, dq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, asked, seen, causal = part
-        result: Triple = self.kernel.backward(grad[rows, asked], q[rows, asked], k[rows, seen], v[rows, seen],
-                                              o[rows, asked], lse[rows, :, asked], causal)
+        rows, asked, seen, causal, mirrored = part
+        result: Triple = self.kernels.of(mirrored).backward(
+            grad[rows, asked], q[rows, asked], k[rows, seen], v[rows, seen], o[rows, asked], lse[rows, :, asked],
+            causal or mirrored)
         dq[rows, asked] += result[0]
         return result[1], result[2]
+
+
+def first_visible(mask: AttentionMask, past: Past) -> int:
+    """Return the number of the first chunk of which the window shows some keys to the current chunk."""
+    return max(0, past.first_token - mask.window + 1) // past.size if mask.window else 0
 
 
 class _ChunkAttention(torch.autograd.Function):
@@ -178,18 +189,21 @@ class _Extend(torch.autograd.Function):
     """Put the earlier chunks' keys and values before this chunk's, for attention that takes all keys at once."""
 
     @staticmethod
-    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, past: Past) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.past = past
-        earlier = [(k_block, v_block) for _, k_block, v_block in past.blocks(range(past.number))]
+    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, past: Past,
+                first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.past, ctx.first = past, first
+        earlier = [(k_block, v_block) for _, k_block, v_block in past.blocks(range(first, past.number))]
         keys, values = zip(*earlier, (k, v))
         return torch.cat(keys, dim=1), torch.cat(values, dim=1)
 
     @staticmethod
     def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         past: Past = ctx.past
-        for number in range(past.number):
-            keys = slice(*past.keys(number))
+        skipped = past.keys(ctx.first)[0]
+        for number in range(ctx.first, past.number):
+            start, stop = past.keys(number)
+            keys = slice(start - skipped, stop - skipped)
             past.add_gradient(number, dk[:, keys], dv[:, keys])
-        own = slice(past.first_token, None)
+        own = slice(past.first_token - skipped, None)
         own_dk, own_dv = _with_later(past, dk[:, own], dv[:, own])
-        return own_dk.to(dk.dtype), own_dv.to(dv.dtype), None
+        return own_dk.to(dk.dtype), own_dv.to(dv.dtype), None, None

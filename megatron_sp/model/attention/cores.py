@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, AttentionMask
-from megatron_sp.model.attention.documents import DocumentAttention, Varlen, first_keys
+from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, WINDOW, AttentionMask
+from megatron_sp.model.attention.documents import DocumentAttention, Varlen, Windowed, first_keys
 from megatron_sp.model.attention.flash import (
     FlashAttention,
     find_flash_attention,
-    passes_varlen_trial,
+    passes_varlen_trials,
     torch_varlen,
 )
 from megatron_sp.model.attention.unfused import AttentionDropout, attend_in_query_blocks, block_attention
@@ -55,7 +55,7 @@ class UnfusedCore:
     """The quadratic reference, which forms all probabilities at once; for tests and small runs."""
 
     description = "unfused"
-    supports = frozenset({DOCUMENTS})
+    supports = frozenset({DOCUMENTS, WINDOW})
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
@@ -80,18 +80,19 @@ class SDPACore:
     Args:
         has_flash: the GPU can run torch's flash attention (Ampere or newer).
         varlen: attends to all documents of a row at once; None: each document is attended to by itself.
+        windowed: attends within a window where there is no ``varlen``; default: unfused in query blocks.
     """
 
     description = "torch's scaled_dot_product_attention"
-    supports = frozenset({DOCUMENTS})
+    supports = frozenset({DOCUMENTS, WINDOW})
 
-    def __init__(self, *, has_flash: bool = True, varlen: Varlen | None = None):
+    def __init__(self, *, has_flash: bool = True, varlen: Varlen | None = None, windowed: Windowed | None = None):
         self.has_flash = has_flash
-        self.inside_documents = DocumentAttention(self._whole, varlen)
+        self.inside_documents = DocumentAttention(self._whole, windowed or _in_query_blocks, varlen)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
-        if dropout is not None or needs_query_blocks(q, k):
+        if dropout is not None or needs_query_blocks(q, k, mask):
             return attend_in_query_blocks(q, k, v, mask, dropout)
         return self.inside_documents(q, k, v, mask) if mask.needs else self._whole(q, k, v)
 
@@ -108,12 +109,16 @@ class SDPACore:
             return _sdpa(q, k, v)
 
 
-def needs_query_blocks(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Return whether there are several queries and more keys than queries.
+def needs_query_blocks(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
+    """Return whether there are more keys than queries, and several queries or a mask beyond causal attention.
 
     Kernels do not agree on where the causal diagonal is then, and torch's put it elsewhere than ``AttentionMask`` does.
     """
-    return 1 < q.shape[1] < k.shape[1]
+    return q.shape[1] < k.shape[1] and (q.shape[1] > 1 or bool(mask.needs))
+
+
+def _in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+    return attend_in_query_blocks(q, k, v, mask, None)
 
 
 def gpu_form(dtype: torch.dtype, head_dim: int, *, has_flash: bool) -> str:
@@ -143,16 +148,17 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 class FlashCore:
     """One version of flash attention, for half precision on a GPU."""
 
-    supports = frozenset({DOCUMENTS})
+    supports = frozenset({DOCUMENTS, WINDOW})
 
-    def __init__(self, flash: FlashAttention):
+    def __init__(self, flash: FlashAttention, windowed: Windowed | None = None):
         self.description, self.attend = flash.description, flash.attend
-        self.inside_documents = DocumentAttention(lambda q, k, v: flash.attend(q, k, v, True), flash.varlen)
+        self.inside_documents = DocumentAttention(lambda q, k, v: flash.attend(q, k, v, True), windowed or _in_query_blocks,
+                                         flash.varlen)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
         assert dropout is None, "the configuration check refuses flash attention with attention dropout"
-        if needs_query_blocks(q, k):
+        if needs_query_blocks(q, k, mask):
             return attend_in_query_blocks(q, k, v, mask, None)
         if mask.needs:
             return self.inside_documents(q, k, v, mask)
@@ -168,7 +174,7 @@ class ChosenCore:
 
 
 def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_head_dim: int = 0,
-                documents: bool = False) -> ChosenCore:
+                documents: bool = False, windowed: Windowed | None = None) -> ChosenCore:
     """Return the core that ``--attention-core name`` means on this device.
 
     "auto" means flash attention of another package, if one is installed and computes right, else "sdpa". torch's own
@@ -177,6 +183,7 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_he
     Args:
         half_head_dim: head width where attention computes in half precision, else 0.
         documents: whether tokens attend only to their own document.
+        windowed: attends within a window where the kernel itself cannot; None: the run has no windows.
 
     Raises:
         ConfigError: the name is "flash", and there is no GPU or no version of flash attention works on it.
@@ -187,7 +194,8 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_he
     if name == "flash":
         require_gpu("--attention-core flash", device)
     if name == "flash" or (name == "auto" and device.type == "cuda" and half_head_dim and not dropout):
-        search = find_flash_attention(device, half_head_dim, include_torchs=name == "flash", documents=documents)
+        search = find_flash_attention(device, half_head_dim, include_torchs=name == "flash", documents=documents,
+                                      windows=windowed is not None)
         if name == "flash" and search.found is None:
             raise ConfigError(f"--attention-core flash: at head width {half_head_dim}, none of these computes right on "
                               f"this GPU: {', '.join(search.failed)}. Use --attention-core sdpa")
@@ -195,14 +203,15 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_he
         warnings = tuple(f"{failed} is installed, but gives wrong results or errors at head width {half_head_dim} on "
                          f"this GPU. The run uses {used} instead." for failed in search.failed)
         if search.found is not None:
-            return ChosenCore(FlashCore(search.found), warnings)
+            return ChosenCore(FlashCore(search.found, windowed), warnings)
     has_flash = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     varlen = None
-    if documents and device.type == "cuda" and gpu_form(torch.bfloat16, half_head_dim, has_flash=has_flash) == (
-            "grouped heads") and half_head_dim:
-        varlen = torch_varlen if passes_varlen_trial(torch_varlen, device, half_head_dim) else None
-        if varlen is None:
+    windows = windowed is not None
+    if (documents or windows) and device.type == "cuda" and half_head_dim and gpu_form(
+            torch.bfloat16, half_head_dim, has_flash=has_flash) == "grouped heads":
+        varlen = torch_varlen if passes_varlen_trials(torch_varlen, device, half_head_dim, windows) else None
+        if varlen is None and documents:
             warnings += (f"torch's flash attention for documents does not compute right at head width {half_head_dim} "
                          "on this GPU. The run attends to one document after another, which is slow where documents "
                          "are short.",)
-    return ChosenCore(SDPACore(has_flash=has_flash, varlen=varlen), warnings)
+    return ChosenCore(SDPACore(has_flash=has_flash, varlen=varlen, windowed=windowed), warnings)

@@ -20,31 +20,37 @@ from megatron_sp.layout.attention_mask import AttentionMask
 #: Causal attention of whole sequences: (q [b, s, n, d], k, v [b, s, g, d]) -> o [b, s, n, d].
 Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: Causal attention of each document of a row: (q [b*s, n, d], k, v [b*s, g, d], cumulative lengths int32
-#: [documents + 1], longest document) -> o [b*s, n, d].
-Varlen = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+#: [documents + 1], longest document, tokens of the window or 0) -> o [b*s, n, d].
+Varlen = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
+#: Attention of whole sequences within a window: (q [b, s, n, d], k, v [b, s, g, d], mask) -> o [b, s, n, d].
+Windowed = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], torch.Tensor]
 
 #: A variable-length kernel takes the places of documents as int32.
 MOST_TOKENS = 2**31
 
 
 class DocumentAttention:
-    """Attends inside documents, with one call of a kernel for all of them or one call for each.
+    """Attends inside documents and windows, with one call of a kernel for all documents or one call for each.
 
     Args:
         causal: attends to whole sequences.
+        windowed: attends within a window where ``varlen`` is None.
         varlen: attends to all documents of a row at once; None: ``causal`` is called for each document.
     """
 
-    def __init__(self, causal: Causal, varlen: Varlen | None = None):
-        self.causal, self.varlen = causal, varlen
+    def __init__(self, causal: Causal, windowed: Windowed, varlen: Varlen | None = None):
+        self.causal, self.windowed, self.varlen = causal, windowed, varlen
         # All layers attend with the same mask in turn, so its lengths are copied to the device once for all of them.
-        self._last: tuple[AttentionMask, torch.Tensor, int] | None = None
+        self._last: tuple[tuple[tuple[int, ...], ...], torch.Size, torch.Tensor, int] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         """q [b, s, n, d], k, v [b, s, g, d] -> o [b, s, n, d]"""
+        if mask.window and (self.varlen is None or q.shape[0] * q.shape[1] >= MOST_TOKENS):
+            return self.windowed(q, k, v, mask)
         row_q, row_k, row_v = (x.flatten(0, 1) for x in (q, k, v))  # [b, s, n, d] -> [b*s, n, d]
         if self.varlen is not None and len(row_q) < MOST_TOKENS:
-            return self.varlen(row_q, row_k, row_v, *self._cumulative(mask, q)).unflatten(0, q.shape[:2])
+            how = (*self._cumulative(mask, q), mask.window)
+            return self.varlen(row_q, row_k, row_v, *how).unflatten(0, q.shape[:2])
         lengths = mask.lengths(*q.shape[:2])
         # One split and one concatenation, whose backward touches each token once. A slice for each document would
         # give a gradient of the size of the whole sequence for each document.
@@ -53,14 +59,17 @@ class DocumentAttention:
 
     def _cumulative(self, mask: AttentionMask, q: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the cumulative lengths of the documents, int32 on the device of q, and the longest length."""
-        if self._last is None or self._last[0] is not mask or self._last[1].device != q.device:
-            lengths = torch.tensor([0, *mask.lengths(*q.shape[:2])])
-            self._last = mask, lengths.cumsum(0, dtype=torch.int32).to(q.device), int(lengths.max())
-        return self._last[1:]
+        last, shape = self._last, q.shape[:2]
+        if last is None or last[0] is not mask.documents or last[1] != shape or last[2].device != q.device:
+            lengths = torch.tensor([0, *mask.lengths(*shape)])
+            cumulative = lengths.cumsum(0, dtype=torch.int32).to(q.device)
+            last = self._last = mask.documents, shape, cumulative, int(lengths.max())
+        return last[2:]
 
 
 def first_keys(mask: AttentionMask, batch: int, tokens: int) -> torch.Tensor:
     """Return for each position the first one that its query sees, int64 [b, s] on the CPU."""
     lengths = torch.tensor(mask.lengths(batch, tokens))
     starts = lengths.cumsum(0) - lengths  # in the row of all sequences
-    return starts.repeat_interleave(lengths).view(batch, tokens) % tokens
+    first = starts.repeat_interleave(lengths).view(batch, tokens) % tokens
+    return first.maximum(torch.arange(tokens) - mask.window + 1) if mask.window else first

@@ -21,6 +21,8 @@ from megatron_sp.model.kernel_trial import same_results
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 #: Tokens of the trial: more than one block of a flash kernel, and not a multiple of its size.
 TRIAL_TOKENS = 300
+#: Window of the trial: neither a block of a flash kernel nor a divisor of one.
+TRIAL_WINDOW = 77
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class FlashSearch:
 
 
 def find_flash_attention(device: torch.device, head_dim: int, *, include_torchs: bool, documents: bool = False,
+                         windows: bool = False,
                          versions: Callable[[], Iterator[FlashAttention]] | None = None) -> FlashSearch:
     """Try the installed versions of flash attention, newest first, until one agrees with unfused attention.
 
@@ -63,10 +66,12 @@ def find_flash_attention(device: torch.device, head_dim: int, *, include_torchs:
         include_torchs: also try the flash attention that torch itself has, last.
         documents: tokens attend only to their own document. The version's function for documents is then tried too. One
             that fails is left out, and the version attends to one document after another.
+        windows: layers attend within a window. The function for documents computes them too, if it is right.
         versions: where the versions come from; the default is ``installed_versions``.
     """
     def ready(version: FlashAttention) -> FlashAttention:
-        works = documents and version.varlen is not None and passes_varlen_trial(version.varlen, device, head_dim)
+        works = (documents or windows) and version.varlen is not None and passes_varlen_trials(
+            version.varlen, device, head_dim, windows)
         return version if works else replace(version, varlen=None)
 
     failed: list[str] = []
@@ -102,9 +107,11 @@ def installed_versions() -> Iterator[FlashAttention]:
     except (ImportError, AttributeError, OSError):
         return
 
-    def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
+    def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, longest: int,
+               window: int) -> torch.Tensor:
+        how = {"window_size": (window - 1, 0)} if window else {}
         return package.flash_attn_varlen_func(q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=longest,
-                                              max_seqlen_k=longest, causal=True)
+                                              max_seqlen_k=longest, causal=True, **how)
 
     yield FlashAttention("flash attention 2 (flash-attn)", lambda q, k, v, causal: function(q, k, v, causal=causal),
                          varlen)
@@ -119,8 +126,11 @@ def torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool)
 
 
 def torch_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
-                 longest: int) -> torch.Tensor:
-    """Return torch's causal attention inside the documents of a row, see ``documents.Varlen``."""
+                 longest: int, window: int) -> torch.Tensor:
+    """Return torch's causal attention inside the documents of a row, see ``documents.Varlen``.
+
+    torch counts the window's earlier tokens without the query's own; -1 means all of them.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     how: dict[str, Any] = {}
@@ -129,21 +139,30 @@ def torch_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tor
             how["enable_gqa"] = True
         else:
             k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-    o = varlen_attn(q, k, v, lengths, lengths, longest, longest, window_size=(-1, 0), **how)
+    o = varlen_attn(q, k, v, lengths, lengths, longest, longest, window_size=(window - 1, 0), **how)
     assert isinstance(o, torch.Tensor)
     return o
 
 
-def passes_varlen_trial(varlen: Varlen, device: torch.device, head_dim: int) -> bool:
+def passes_varlen_trials(varlen: Varlen, device: torch.device, head_dim: int, windows: bool) -> bool:
+    """Return whether attention inside documents is right, and with ``windows`` also attention within a window."""
+    return all(passes_varlen_trial(varlen, device, head_dim, window) for window in ((0, TRIAL_WINDOW) if windows
+                                                                                    else (0,)))
+
+
+def passes_varlen_trial(varlen: Varlen, device: torch.device, head_dim: int, window: int = 0) -> bool:
     """Return whether attention inside documents is right, forward and backward, with grouped heads and two sequences.
 
     This also finds a function that is missing or takes other arguments in the installed version.
+
+    Args:
+        window: tokens that a query sees; 0: all of its document.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, TRIAL_TOKENS, heads, head_dim, generator=generator).to(device, torch.bfloat16)
                .requires_grad_() for heads in (4, 2, 2))
-    mask = AttentionMask(((0, 7, 8), (0, TRIAL_TOKENS - 1)))
-    attend = DocumentAttention(lambda q, k, v: q, varlen)
+    mask = AttentionMask(((0, 7, 8), (0, TRIAL_TOKENS - 1)), window)
+    attend = DocumentAttention(lambda q, k, v: q, lambda q, k, v, mask: q, varlen)
     seen_from = first_keys(mask, 2, TRIAL_TOKENS)
     return same_results(lambda: attend(q, k, v, mask),
                         lambda: block_attention(q, k, v, 0, True, None, seen_from)[0], (q, k, v))

@@ -10,7 +10,7 @@ Letters: b batch, s tokens, n query heads, g key/value heads (g divides n, query
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,16 +28,20 @@ class AttentionDropout:
     Args:
         sample_ids: int64 [b] on the CPU, global sample numbers.
         first_head: global number of the first query head that the core is given.
+        earlier: tokens before the first key that attention is given. Masks are drawn for their keys too, so that a
+            mask does not depend on which of the keys that no query sees are left out.
     """
 
     dropout: Dropout
     sample_ids: torch.Tensor
     first_head: int
+    earlier: int = 0
 
     def keep(self, first_query: int, queries: int, keys: int, heads: int, device: torch.device) -> torch.Tensor:
         """Return which probabilities of a block of queries to keep, bool [b, n, queries, keys]; equal in any layout."""
+        shape, first_query = (queries, self.earlier + keys), self.earlier + first_query
         return torch.stack([torch.stack([
-            self.dropout.keep((queries, keys), device, sample, self.first_head + head, first_query)
+            self.dropout.keep(shape, device, sample, self.first_head + head, first_query)[:, self.earlier:]
             for head in range(heads)]) for sample in self.sample_ids.tolist()])
 
 
@@ -88,7 +92,7 @@ def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ma
     sample, head and query.
     """
     def attend(q_block: torch.Tensor, k_seen: torch.Tensor, v_seen: torch.Tensor, first: int,
-               seen_from: torch.Tensor | None) -> torch.Tensor:
+               seen_from: torch.Tensor | None, dropout: AttentionDropout | None) -> torch.Tensor:
         return block_attention(q_block, k_seen, v_seen, first, True, dropout, seen_from)[0]
 
     earlier = k.shape[1] - q.shape[1]  # tokens whose keys are given, but not their queries
@@ -96,9 +100,11 @@ def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ma
     outputs = []
     for block in query_blocks(q.shape[1]):
         start, stop, low, seen_from = earlier + block.start, earlier + block.stop, 0, None
+        drop = dropout
         if all_first is not None:
             seen_from = all_first[:, start:stop]
-            low = 0 if dropout is not None else int(seen_from.min())  # dropout draws its mask for all keys from 0 on
+            low = int(seen_from.min())
             seen_from = seen_from - low
-        outputs.append(recompute(attend, q[:, block], k[:, low:stop], v[:, low:stop], start - low, seen_from))
+            drop = dropout and replace(dropout, earlier=dropout.earlier + low)
+        outputs.append(recompute(attend, q[:, block], k[:, low:stop], v[:, low:stop], start - low, seen_from, drop))
     return torch.cat(outputs, dim=1)

@@ -83,8 +83,8 @@ LINES = {
                               "--save-interval 0", "precision.loss_scale=0.0 train.exit_duration_in_mins=0.0"),
     "other devices": (1, f"{BASE} --distributed-backend hccl --dataloader-type external",
                       "parallel.distributed_backend=''"),
-    "window of the whole sequence": (1, f"{BASE} --sliding-window 512 --window-size 511,0 --window-size 600,0",
-                                     "data.seq_length=512"),
+    "window of the whole sequence": (1, f"{BASE} --sliding-window 512 --window-size 511,0",
+                                     "data.seq_length=512 model.window_size=512"),
     "nothing to exit": (1, f"{BASE} --exit-interval 0 --epochs-unused-by-nobody", ""),
 }
 UNKNOWN = "nothing to exit"
@@ -184,7 +184,7 @@ def test_notes_are_shown_beside_problems() -> None:
     "--fp8-format hybrid --fp8-param-gather --bf16", "--mup --mup-attn-mult 8",
     "--decoupled-lr 1e-3 --decoupled-min-lr 1e-5",
     "--kd --kd-temp 2 --load-teacher t", "--img-h 3 --dino-norm-last-layer --retro-workdir w", "--embed-layernorm",
-    "--random-ltd", "--fp32-residual-connection", "--sliding-window 128", "--position-embedding-type alibi"])
+    "--random-ltd", "--fp32-residual-connection", "--position-embedding-type alibi"])
 def test_what_changes_the_mathematics_is_refused_in_one_sentence(line: str) -> None:
     (problem,) = problems(f"{BASE} {line}", plan=True)
     assert all(word in problem for word in line.split() if word.startswith("--") and word != "--bf16")

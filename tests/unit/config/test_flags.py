@@ -274,7 +274,7 @@ def test_names_of_older_versions_and_forks(line, key, value):
     assert (getattr(getattr(run, section), field), notes) == (value, [])
 
 
-@pytest.mark.parametrize("line", ["--embed-layernorm", "--sliding-window 128", "--fp8-format hybrid", "--mup",
+@pytest.mark.parametrize("line", ["--embed-layernorm", "--fp8-format hybrid", "--mup",
                                   "--position-embedding-type alibi", "--optimizer muon", "--fim-rate 0.5"])
 def test_what_changes_the_mathematics_is_refused_by_name(line):
     (problem,) = problems(line)

@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 
 from megatron_sp.config.cli.flags import parse
-from megatron_sp.config.families import FAMILIES, choose_family, hugging_face_config, model_fields
+from megatron_sp.config.families import (
+    FAMILIES,
+    choose_family,
+    family_named,
+    hugging_face_config,
+    misfits,
+    model_fields,
+)
 from megatron_sp.config.load import load_run
 from megatron_sp.config.schema import Model
 from megatron_sp.convert.hugging_face import weight_names
 from megatron_sp.convert.parameters import parameter_shapes
 from megatron_sp.errors import ConfigError
+from megatron_sp.layout.windows import layer_windows
 from megatron_sp.proof.reference import weight_shapes
 from tests.helpers.configs import STYLES, TRAINING, tiny_run
 
@@ -121,12 +129,26 @@ def test_context_and_dropout_may_change(tmp_path: Path) -> None:
     assert any("--rotary-base 1e+06 counts" in note for note in notes)
 
 
-def test_a_sliding_window_limits_the_sequence(tmp_path: Path) -> None:
+def test_a_sliding_window_is_that_of_the_model(tmp_path: Path) -> None:
     config = LLAMA | dict(model_type="mistral", sliding_window=40)
-    run, notes = load_run(flags_for(tmp_path, config), 1, files=False)
-    assert run.model.max_position_embeddings == 40 and any("sliding window of 40" in note for note in notes)
-    with pytest.raises(ConfigError, match="--max-position-embeddings 64 contradicts"):
-        load_run(flags_for(tmp_path, config, "--seq-length", "64", "--max-position-embeddings", "64"), 1, files=False)
+    run, _ = load_run(flags_for(tmp_path, config, "--seq-length", "64"), 1, files=False)
+    assert layer_windows(run.model) == (40, 40) and run.model.max_position_embeddings == 64
+    assert hugging_face_config(family_named("mistral"), run.model, "float32")["sliding_window"] == 40
+    assert misfits(FAMILIES[0], run.model) == ["it has no sliding window"]
+    assert layer_windows(load_run(flags_for(tmp_path, config, "--window-size", "8"), 1, files=False)[0].model) == (8, 8)
+
+
+def test_qwens_windows_begin_at_a_layer_or_are_listed(tmp_path: Path) -> None:
+    config = LLAMA | dict(model_type="qwen2", use_sliding_window=True, sliding_window=40, max_window_layers=1)
+    listed = config | dict(layer_types=["sliding_attention", "full_attention"])
+    for some, windows in ((config, (0, 40)), (listed, (40, 0)), (config | dict(max_window_layers=2), (0, 0)),
+                          (config | dict(use_sliding_window=False), (0, 0))):
+        model = load_run(flags_for(tmp_path, some, "--seq-length", "64"), 1, files=False)[0].model
+        assert layer_windows(model) == windows
+        written = hugging_face_config(family_named("qwen2"), model, "float32")
+        assert written["use_sliding_window"] == any(windows)
+        assert not any(windows) or [kind == "sliding_attention" for kind in written["layer_types"]] == [
+            window > 0 for window in windows]
 
 
 def test_the_tokenizer_of_the_directory_is_taken_unless_flags_name_one(tmp_path: Path) -> None:

@@ -109,12 +109,13 @@ def hidden_by_documents(mask: AttentionMask, tokens: int) -> torch.Tensor:
 
 
 def one_after_another(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
-                      longest: int) -> torch.Tensor:
+                      longest: int, window: int) -> torch.Tensor:
     """Stand in for a varlen kernel: causal attention of each part of a row, from the cumulative lengths."""
     parts = []
     for start, stop in zip(lengths.tolist(), lengths.tolist()[1:]):
         assert stop - start <= longest
-        parts.append(UnfusedCore()(q[None, start:stop], k[None, start:stop], v[None, start:stop])[0])
+        parts.append(UnfusedCore()(q[None, start:stop], k[None, start:stop], v[None, start:stop],
+                                   mask=CAUSAL.within(window))[0])
     return torch.cat(parts)
 
 

@@ -1,0 +1,108 @@
+"""Attention within a sliding window, made of calls of a block kernel on equal blocks of tokens.
+
+``AttentionMask.pieces`` cuts the band of a window into squares on the diagonal and mirrored squares before them. Pieces
+of one size are computed together, as a batch, so a window of W tokens on a sequence of s takes about 2 s/W small
+squares, computed in few calls. Memory grows with s and time with s * W::
+
+    query blocks of W     0   1   2   3
+    keys, block 0         c   m                 c: causal    m: mirrored (keys that the window hides are left out)
+                1             c   m
+                2                 c   m         one call for all c, one for all m, merged by their log-sum-exp
+                3                     c
+
+Letters: b batch, s tokens, n query heads, g key/value heads, d head width, p pieces of one size, t, t' their queries
+and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_sp.layout.attention_mask import AttentionMask
+from megatron_sp.parallel.ring import BlockKernel, PieceKernels, Triple, merge
+
+#: Queries that one call of a kernel is given at most, unless a single piece has more. It bounds what is copied.
+QUERIES_AT_ONCE = 1 << 15
+
+
+class Group(NamedTuple):
+    """Pieces of one size, which are computed together.
+
+    Attributes:
+        queries: int64 [p, t], places of the queries in the row of all sequences, [b*s].
+        keys: int64 [p, t'].
+        causal, mirrored: see ``attention_mask.Piece``.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    causal: bool
+    mirrored: bool
+
+
+def groups_of(mask: AttentionMask, batch: int, tokens: int, device: torch.device) -> Iterator[Group]:
+    """Yield all pieces of whole sequences. No query and no key is twice in one group."""
+    starts: dict[tuple[int, int, bool, bool], list[tuple[int, int]]] = {}
+    for row in range(batch):
+        for piece in mask.pieces(row, (0, tokens), (0, tokens)):
+            (first, last), (low, high) = piece.queries, piece.keys
+            places_of_size = starts.setdefault((last - first, high - low, piece.causal, piece.mirrored), [])
+            places_of_size.append((row * tokens + first, row * tokens + low))
+    for (t, seen, causal, mirrored), found in starts.items():
+        step = max(1, QUERIES_AT_ONCE // t)
+        for first in range(0, len(found), step):
+            places = torch.tensor(found[first:first + step], device=device)
+            yield Group(places[:, :1] + torch.arange(t, device=device),
+                        places[:, 1:] + torch.arange(seen, device=device), causal, mirrored)
+
+
+class WindowAttention:
+    """Attention within a window to whole sequences: (q [b, s, n, d], k, v [b, s, g, d], mask) -> o [b, s, n, d].
+
+    Args:
+        kernel: attends to one block of keys.
+    """
+
+    def __init__(self, kernel: BlockKernel):
+        self.description = f"{kernel.description} (blocks of the window)"
+        self.kernels = PieceKernels(kernel)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+        """Attend."""
+        return _WindowAttention.apply(q, k, v, self.kernels, mask)
+
+
+class _WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernels: PieceKernels,
+                mask: AttentionMask) -> torch.Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        row_q, row_k, row_v = (x.flatten(0, 1) for x in (q, k, v))  # [b, s, n, d] -> [b*s, n, d]
+        o = torch.zeros(row_q.shape, dtype=wide, device=q.device)
+        lse = torch.full(row_q.shape[:2], -torch.inf, dtype=wide, device=q.device)  # [b*s, n]
+        for queries, keys, causal, mirrored in groups_of(mask, q.shape[0], q.shape[1], q.device):
+            o_part, lse_part = kernels.of(mirrored).forward(row_q[queries], row_k[keys], row_v[keys],
+                                                            causal or mirrored)  # [p, t, n, d], [p, n, t]
+            o[queries], merged = merge(o[queries], lse[queries].transpose(1, 2), o_part.to(wide), lse_part.to(wide))
+            lse[queries] = merged.transpose(1, 2)
+        result = o.to(q.dtype).view(q.shape)
+        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.kernels, ctx.mask = kernels, mask
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, o, lse = ctx.saved_tensors
+        kernels: PieceKernels = ctx.kernels
+        row_grad, row_q, row_k, row_v, row_o = (x.flatten(0, 1) for x in (grad, q, k, v, o))
+        dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (row_q, row_k, row_v))
+        for queries, keys, causal, mirrored in groups_of(ctx.mask, q.shape[0], q.shape[1], q.device):
+            parts: Triple = kernels.of(mirrored).backward(
+                row_grad[queries], row_q[queries], row_k[keys], row_v[keys], row_o[queries],
+                lse[queries].transpose(1, 2).contiguous(), causal or mirrored)
+            for total, places, part in zip((dq, dk, dv), (queries, keys, keys), parts):
+                total[places] += part
+        return dq.view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, None
