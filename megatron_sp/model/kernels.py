@@ -45,7 +45,8 @@ def choose_kernels(run: Run, device: torch.device) -> Kernels:
         chosen = choose_block_kernel(device, dtype, run.model.head_dim,
                                      use="ring" if run.parallel.ring > 1 else "chunks")
         return Kernels(SDPACore(windowed=WindowAttention(chosen.kernel)), chosen.kernel, norms, chosen.warnings)
-    windowed, missing = None, ()
+    windowed: WindowAttention | None = None
+    missing: tuple[str, ...] = ()
     if any(layer_windows(run.model)) and run.model.attention_dropout == 0 and run.train.attention_backend != "unfused":
         chosen = choose_block_kernel(device, dtype, run.model.head_dim, use="window")
         windowed, missing = WindowAttention(chosen.kernel), chosen.warnings

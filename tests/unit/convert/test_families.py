@@ -12,7 +12,6 @@ from megatron_sp.config.cli.flags import parse
 from megatron_sp.config.families import (
     FAMILIES,
     choose_family,
-    family_named,
     hugging_face_config,
     misfits,
     model_fields,
@@ -133,7 +132,7 @@ def test_a_sliding_window_is_that_of_the_model(tmp_path: Path) -> None:
     config = LLAMA | dict(model_type="mistral", sliding_window=40)
     run, _ = load_run(flags_for(tmp_path, config, "--seq-length", "64"), 1, files=False)
     assert layer_windows(run.model) == (40, 40) and run.model.max_position_embeddings == 64
-    assert hugging_face_config(family_named("mistral"), run.model, "float32")["sliding_window"] == 40
+    assert hugging_face_config(FAMILIES[1], run.model, "float32")["sliding_window"] == 40
     assert misfits(FAMILIES[0], run.model) == ["it has no sliding window"]
     assert layer_windows(load_run(flags_for(tmp_path, config, "--window-size", "8"), 1, files=False)[0].model) == (8, 8)
 
@@ -145,7 +144,7 @@ def test_qwens_windows_begin_at_a_layer_or_are_listed(tmp_path: Path) -> None:
                           (config | dict(use_sliding_window=False), (0, 0))):
         model = load_run(flags_for(tmp_path, some, "--seq-length", "64"), 1, files=False)[0].model
         assert layer_windows(model) == windows
-        written = hugging_face_config(family_named("qwen2"), model, "float32")
+        written = hugging_face_config(FAMILIES[2], model, "float32")
         assert written["use_sliding_window"] == any(windows)
         assert not any(windows) or [kind == "sliding_attention" for kind in written["layer_types"]] == [
             window > 0 for window in windows]
