@@ -107,6 +107,7 @@ ESSENTIAL = """
     use-rotary-position-embeddings valid-data-path vocab-file vocab-size wandb-entity wandb-exp-name wandb-project
     tiktoken-num-special-tokens tiktoken-pattern vocab-extra-ids dataset-provider dataset-arguments document-boundaries
     ds-sequence-parallel-fpdt attention-pattern window-size window-attn-skip-freq sliding-window
+    pack-documents
     ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
     wandb-save-dir weight-decay zero-stage
 """.split()
