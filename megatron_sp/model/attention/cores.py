@@ -152,8 +152,8 @@ class FlashCore:
 
     def __init__(self, flash: FlashAttention, windowed: Windowed | None = None):
         self.description, self.attend = flash.description, flash.attend
-        self.inside_documents = DocumentAttention(lambda q, k, v: flash.attend(q, k, v, True), windowed or _in_query_blocks,
-                                         flash.varlen)
+        self.inside_documents = DocumentAttention(lambda q, k, v: flash.attend(q, k, v, True),
+                                                  windowed or _in_query_blocks, flash.varlen)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
