@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import Model, Run
-from megatron_sp.layout.windows import parse_local_layers
 from megatron_sp.parallel.random import Dropout
 
 Weights = dict[str, Tensor]
@@ -263,8 +262,8 @@ def _in_window(model: Model, layer: int, same: Tensor | None, x: Tensor) -> Tens
     if not model.window_size:
         return same
     if pattern:
-        local = parse_local_layers(pattern)
-        if not (local[layer] if isinstance(local, tuple) else (layer + 1) % local):
+        value = eval(pattern, {"__builtins__": {}})  # as Megatron reads it; the configuration check has seen it
+        if not (value[layer] if isinstance(value, list) else (layer + 1) % value):
             return same
     place = torch.arange(x.shape[1])
     near = (place.unsqueeze(1) - place < model.window_size).expand(x.shape[0], -1, -1)
