@@ -91,6 +91,8 @@ class Chunk:
         keeps: keep this chunk's keys and values for later chunks.
         needs_output: the caller needs losses or logits. In the first pass of training it does not.
         keys_only: number of a layer whose output nobody reads, so that it need not attend; -1: none.
+        frees: earlier chunks whose keys and values no later chunk sees. They are freed, layer by layer.
+        keeps_output: keep the result of attention, if the store keeps any.
     """
 
     store: KeyValueStore
@@ -99,6 +101,8 @@ class Chunk:
     keeps: bool = False
     needs_output: bool = True
     keys_only: int = -1
+    frees: tuple[int, ...] = ()
+    keeps_output: bool = True
 
     @property
     def first_token(self) -> int:
@@ -129,10 +133,14 @@ class Past:
     def __init__(self, chunk: Chunk, kept: _Kept, *, attends: bool = True):
         self.attends = attends
         self.number, self.size, self.first_token, self.keeps = chunk.number, chunk.size, chunk.first_token, chunk.keeps
-        self._kept, self._storage, self._keep_outputs = kept, chunk.store.storage, chunk.store.keep_outputs
+        self._kept, self._storage, self._frees = kept, chunk.store.storage, chunk.frees
+        self._keep_outputs = chunk.store.keep_outputs and chunk.keeps_output
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keep the current chunk's k, v [b, C, g, d] for later chunks, if later chunks need them."""
+        """Keep the current chunk's k, v [b, C, g, d] if later chunks need them; free those that no chunk needs now."""
+        for number in self._frees:
+            self._kept.values.pop(number, None)
+            self._kept.outputs.pop(number, None)
         if self.keeps:
             self._kept.values[self.number] = self._storage.put(torch.stack((k.detach(), v.detach())))
 

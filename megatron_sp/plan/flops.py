@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_sp.config.schema import Model, Run
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
+from megatron_sp.layout.segments import Segments, window_reach
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
 from megatron_sp.layout.windows import attended_area, layer_windows
@@ -89,8 +90,10 @@ def repeats_of(run: Run) -> Repeats:
     first_pass = (chunks - 1) / chunks  # of the tokens
     scores = (attention if kind == "full" or grouped or drops else 0.0) + grouped + drops / 2
     if chunks > 1:  # the first pass needs no attention in the last layer
-        windows, length = layer_windows(model), run.data.seq_length
+        windows, length, again = layer_windows(model), run.data.seq_length, segments_again(run)
         scores += _attended(windows[:-1], length * (chunks - 1) // chunks) / _attended(windows, length)
+        scores += again * (1 - 1 / model.num_layers)
+        first_pass += again
     if chunks > 1 and kind == "selective" and not drops:
         scores = 0.0
     return Repeats(
@@ -117,6 +120,12 @@ def sequence_flops(model: Model, seq_length: int) -> SequenceFlops:
         mlp=2 * seq_length * layers * _matrices(model) * h * model.ffn_hidden_size,
         output=2 * seq_length * model.vocab_size * h,
         attention=4 * query * _attended(layer_windows(model), seq_length))
+
+
+def segments_again(run: Run) -> float:
+    """Return the share of a sequence's tokens that goes through the model once more, see ``layout.segments``."""
+    segments = Segments.of(num_chunks(run), window_reach(run))
+    return (segments.starts[-1] - len(segments.starts) + 1) / segments.count
 
 
 def _attended(windows: Sequence[int], tokens: int) -> int:

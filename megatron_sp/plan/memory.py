@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
+from megatron_sp.layout.segments import Segments, window_reach
 from megatron_sp.layout.sharding import GRADIENT_BUCKET, uses_fsdp
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
@@ -161,13 +162,14 @@ class _Rank:
         """Return the bytes of keys, values, their gradients and attention outputs that are kept of earlier chunks.
 
         They are most before the backward of the last but one chunk: keys and values of all chunks but the last, and
-        gradients of the same from the last chunk's backward.
+        gradients of the same from the last chunk's backward. Where windows reach few chunks, few are kept.
         """
-        earlier = num_chunks(self.run) - 1
         sizes, tokens = self.sizes, self.sizes.inside
-        kept = 2 * earlier * tokens * sizes.core_kv * (sizes.element + FP32)
+        segments = Segments.of(num_chunks(self.run), window_reach(self.run))
+        earlier, gradients = segments.most_kept, min(segments.count - 1, segments.reach)
+        kept = 2 * tokens * sizes.core_kv * (earlier * sizes.element + gradients * FP32)
         if self.run.memory.recompute_granularity == "selective":
-            kept += (earlier + 1) * tokens * (sizes.core_query * sizes.element + sizes.core_heads * FP32)
+            kept += segments.size * tokens * (sizes.core_query * sizes.element + sizes.core_heads * FP32)
         return kept * self.num_layers
 
     def fetched_chunks(self) -> float:

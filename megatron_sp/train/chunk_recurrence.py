@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_sp.activations.key_values import Chunk, KeyValueStore
 from megatron_sp.activations.storage import DeviceStorage, HostStorage
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
+from megatron_sp.layout.segments import Segments, window_reach
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,12 @@ class Part:
     Attributes:
         tokens: which of this rank's tokens.
         chunk: what the model must know of the chunk; None where the part is the whole sequence.
+        before: calls that come before it, as in the first pass; they compute the keys and values of a segment again.
     """
 
     tokens: slice
     chunk: Chunk | None
+    before: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,38 +52,52 @@ class ChunkRecurrence:
         ranks: number of ranks that share a sequence.
         offload: whether keys and values wait in host memory.
         keep_outputs: whether the results of attention are kept between the two passes of training.
+        reach: how many earlier chunks a chunk sees; None: all of them.
     """
 
     size: int = 0
     ranks: int = 1
     offload: bool = False
     keep_outputs: bool = False
+    reach: int | None = None
 
     @classmethod
     def of(cls, run: Run) -> ChunkRecurrence:
         """Return what the flags of a run say."""
         memory = run.memory
         return cls(memory.sequence_chunk_size, run.parallel.sp, memory.offload_key_values,
-                   memory.recompute_granularity == "selective")
+                   memory.recompute_granularity == "selective", window_reach(run))
 
     def training(self, batch: Microbatch) -> Passes:
         """Return the calls for the gradients of a microbatch.
 
         The first pass leaves out the last chunk, whose keys and values no other chunk needs. The second pass begins
-        with it and ends with the first chunk.
+        with it and ends with the first chunk. Where windows reach few chunks, it goes by ``Segments``.
         """
         if not self.size:
             return Passes([], [Part(slice(None), None)])
         store, count = self._store(keep_outputs=self.keep_outputs), self._count(batch)
-        first = [self._part(store, number, keeps=True, needs_output=False) for number in range(count - 1)]
-        return Passes(first, [self._part(store, number) for number in reversed(range(count))])
+        segments = Segments.of(count, self.reach)
+        last = segments.starts[-1]
+        first = [self._part(store, number, keeps=True, needs_output=False, frees=segments.freed_by(number),
+                            keeps_output=number >= last) for number in range(count - 1)]
+        second = []
+        for start in reversed(segments.starts):
+            stop = min(start + segments.size, count)
+            again = [] if start == last else [self._part(store, number, keeps=True, needs_output=False)
+                                              for number in range(start, stop - 1)]
+            second.append(self._part(store, stop - 1, before=tuple(again)))
+            second += [self._part(store, number) for number in reversed(range(start, stop - 1))]
+        return Passes(first, second)
 
     def evaluation(self, batch: Microbatch) -> list[Part]:
         """Return the calls for the loss of a microbatch."""
         if not self.size:
             return [Part(slice(None), None)]
         store, count = self._store(), self._count(batch)
-        return [self._part(store, number, keeps=number < count - 1) for number in range(count)]
+        return [self._part(store, number, keeps=number < count - 1,
+                           frees=(number - self.reach - 1,) if self.reach is not None else ())
+                for number in range(count)]
 
     def _store(self, *, keep_outputs: bool = False) -> KeyValueStore:
         return KeyValueStore(HostStorage() if self.offload else DeviceStorage(), keep_outputs=keep_outputs)
@@ -92,8 +110,8 @@ class ChunkRecurrence:
     def _count(self, batch: Microbatch) -> int:
         return batch.tokens.shape[1] // self.own_tokens
 
-    def _part(self, store: KeyValueStore, number: int, *, keeps: bool = False, needs_output: bool = True) -> Part:
+    def _part(self, store: KeyValueStore, number: int, *, before: tuple[Part, ...] = (), **how: Any) -> Part:
         """Return the part of a microbatch that is a chunk: the equal part of this rank's tokens with its number."""
         own = self.own_tokens
         return Part(slice(number * own, (number + 1) * own),
-                     Chunk(store, number, self.size, keeps=keeps, needs_output=needs_output))
+                     Chunk(store, number, self.size, **how), before)

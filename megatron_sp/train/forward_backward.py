@@ -76,6 +76,9 @@ class Engine:
                 self._run(batch, part)
         total = torch.zeros((), device=self.mesh.device)
         for part in passes.second:
+            with self.timers("forward", level=2), torch.no_grad():
+                for again in part.before:
+                    self._run(batch, again)
             synchronize_gradients(self.model, self.zero_stage, is_last=is_last and part is passes.second[-1])
             with self.timers("forward", level=2):
                 loss = self._run(batch, part).squeeze(0) / denominator

@@ -31,7 +31,7 @@ from tools import evaluate, preprocess_data
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
-LONGER = {"quickstart.sh", "long_sequence_cpu.sh"}
+LONGER = {"quickstart.sh", "long_sequence_cpu.sh", "million_tokens_cpu.sh"}
 SIZES, LENGTHS = ("1.2b", "7b", "30b"), ("32K", "64K", "128K", "256K", "512K", "1M")
 PAPER, MEGATRON_SP = "paper_settings.sh", "megatron_sp_settings.sh"
 #: Share of a device that a plan may fill, as docs/background/memory.md advises.

@@ -69,9 +69,10 @@ def test_the_measurement_sees_a_technique_switched_off(tmp_path: Path) -> None:
     assert above > bound(flags)
 
 
-def test_example_names_its_command() -> None:
-    one = run_program("bash", "examples/long_sequence_cpu.sh", DRY_RUN="1")
-    two = run_program("bash", "examples/long_sequence_cpu.sh", "--ulysses-size", "2", DRY_RUN="1")
+@pytest.mark.parametrize("name, tokens", [("long_sequence", 65536), ("million_tokens", 1000448)])
+def test_example_names_its_command(name: str, tokens: int) -> None:
+    one = run_program("bash", f"examples/{name}_cpu.sh", DRY_RUN="1")
+    two = run_program("bash", f"examples/{name}_cpu.sh", "--ulysses-size", "2", DRY_RUN="1")
     assert one.returncode == two.returncode == 0, one.stderr + two.stderr
-    assert "--seq-length 65536" in one.stdout and "torch.distributed.run" not in one.stdout
+    assert f"--seq-length {tokens}" in one.stdout and "torch.distributed.run" not in one.stdout
     assert "--nproc-per-node 2" in two.stdout and "--ulysses-size 2" in two.stdout

@@ -16,17 +16,20 @@ FULL, SELECTIVE = "--recompute-granularity full", "--recompute-granularity selec
 DROPOUT = "--attention-dropout 0.3"
 TP2, U2, PP2 = "--tensor-model-parallel-size 2", "--ulysses-size 2", "--pipeline-model-parallel-size 2"
 CHUNK = "--sequence-chunk-size 16"
+SEGMENTS = "--sequence-chunk-size 4"  # 16 chunks, which a window of up to 5 tokens cuts into segments of 4
 
 #: Number of ranks -> flags of the layout, style, flags of the model.
 LAYOUTS: dict[int, list[tuple[str, str, str]]] = {
     1: [("", "llama", W), ("", "mixed", MIXED), ("--attention-core unfused", "gpt2", MIXED), (FULL, "gpt2", W),
         ("--attention-head-groups 2", "llama", W), ("", "gpt2", f"{MIXED} {DROPOUT}"), ("", "llama", "--window-size 1"),
         (CHUNK, "llama", W), (CHUNK, "gpt2", "--window-size 20"), (f"{CHUNK} {SELECTIVE}", "mixed", MIXED),
-        (CHUNK, "gpt2", f"{W} {DROPOUT}")],
+        (CHUNK, "gpt2", f"{W} {DROPOUT}"), (SEGMENTS, "llama", "--window-size 4"),
+        (f"{SEGMENTS} {SELECTIVE}", "gpt2", f"--window-size 5 {DROPOUT}"),
+        (f"{SEGMENTS} {SELECTIVE} --offload-key-values", "mixed", "--window-size 3")],
     2: [(U2, "llama", W), (f"{U2} --zero-stage 3 {FULL}", "gpt2", MIXED), (U2, "llama", f"{W} {DROPOUT}"),
         (f"{U2} --ulysses-overlap-groups 2 --no-shared-memory", "eight_heads", W), (TP2, "gpt2", MIXED),
         (f"{TP2} --sequence-parallel", "llama", W), (PP2, "llama", MIXED), ("--ring-size 2", "llama", MIXED),
-        (f"{U2} {CHUNK}", "llama", "--window-size 20"),
+        (f"{U2} {CHUNK}", "llama", "--window-size 20"), (f"{U2} {SEGMENTS} --zero-stage 3", "llama", "--window-size 4"),
         *[(f"--zero-stage {stage} --micro-batch-size 1", "gpt2", MIXED) for stage in (1, 2, 3)]],
     3: [("--ulysses-size 3 --seq-length 60", "six_heads", f"{W} --num-key-value-heads 2"),
         ("--ring-size 3 --seq-length 60", "llama", W)],
