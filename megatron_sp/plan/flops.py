@@ -92,10 +92,10 @@ def repeats_of(run: Run) -> Repeats:
     if chunks > 1:  # the first pass needs no attention in the last layer
         windows, length, again = layer_windows(model), run.data.seq_length, segments_again(run)
         scores += _attended(windows[:-1], length * (chunks - 1) // chunks) / _attended(windows, length)
+        if kind == "selective" and not drops:
+            scores = 0.0
         scores += again * (1 - 1 / model.num_layers)
         first_pass += again
-    if chunks > 1 and kind == "selective" and not drops:
-        scores = 0.0
     return Repeats(
         projections=attention + first_pass + grouped * (query + 2 * key_value) / (2 * query + 2 * key_value),
         mlp=mlp + tiled + first_pass - (0.0 if tiled else ends / _matrices(model)), attention=scores)
