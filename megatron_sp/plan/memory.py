@@ -164,6 +164,8 @@ class _Rank:
         They are most before the backward of the last but one chunk: keys and values of all chunks but the last, and
         gradients of the same from the last chunk's backward. Where windows reach few chunks, few are kept.
         """
+        if num_chunks(self.run) == 1:
+            return 0.0
         sizes, tokens = self.sizes, self.sizes.inside
         segments = Segments.of(num_chunks(self.run), window_reach(self.run))
         earlier, gradients = segments.most_kept, min(segments.count - 1, segments.reach)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron_sp.config.schema import Optimizer, Precision, Run, Schedule, Train
+from megatron_sp.layout.attention_mask import CAUSAL
 from megatron_sp.train.health.loss_scale import LossScaler
 from megatron_sp.train.optimizer import build_optimizer
 from megatron_sp.train.report.timers import Timers
@@ -60,7 +61,7 @@ def step_of(kind: str = "sgd", clip: float = 0.0, scale: float = 0.0, factor: fl
 
 
 def batch(num_valid: int = 10) -> list[Any]:
-    return [SimpleNamespace(num_valid=num_valid)]
+    return [SimpleNamespace(num_valid=num_valid, mask=CAUSAL, tokens=torch.zeros(1, 8))]
 
 
 def weight_of(step: TrainStep) -> torch.Tensor:
