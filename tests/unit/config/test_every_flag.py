@@ -264,4 +264,4 @@ def test_it_has_an_effect(key: str) -> None:
 def test_nothing_is_left_out() -> None:
     assert BECOMES.keys() | NOT_READ.keys() <= schema_options().keys()
     assert SETTING <= ALL
-    assert len(ALL) == 142
+    assert len(ALL) == 147
