@@ -23,7 +23,7 @@ if [ "$SIZE" = paper ]; then
 else
     RANKS=4
     MODEL=(--num-layers 4 --hidden-size 128 --num-attention-heads 8)
-    TRAINING=(--seq-length 512 --global-batch-size 4 --train-iters "${ITERATIONS:-60}" --lr 1e-3 --lr-warmup-iters 6)
+    TRAINING=(--seq-length 512 --global-batch-size 4 --train-iters "${ITERATIONS:-60}" --lr 1e-3 --lr-warmup-fraction 0.1)
 fi
 TRAINING+=(--lr-decay-style cosine --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0 --seed 42)
 DATA=(--data-path "${DATA_PREFIX:-$ROOT/runs/quickstart/corpus_text_document}" --tokenizer-type SentencePieceTokenizer

@@ -8,7 +8,7 @@
 #
 # Environment variables:
 #   OUTPUT_DIR   where everything is written        (default: runs/quickstart)
-#   ITERATIONS   iterations to add in this run      (default: 240)
+#   ITERATIONS   iterations to add in this run      (default: 240); a tenth of all, at most 20, warm up
 #   SEQ_LENGTH   tokens in one sequence             (default: 2048)
 #   NPROC        processes that share one sequence  (default: 2; with GPUs: one per GPU, at most 2)
 #   DRY_RUN=1    print the training command, do nothing
@@ -66,6 +66,7 @@ if [ -f "$tracker" ]; then
 fi
 total=$((done_before + iterations))
 interval=$((iterations >= 4 ? iterations / 4 : 1))
+warmup=$((total < 200 ? total / 10 : 20)) # the learning rate must have time left to decay
 
 command=(
     "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$nproc" pretrain_gpt.py
@@ -74,7 +75,7 @@ command=(
     --attention-dropout 0 --hidden-dropout 0
     --ulysses-size "$nproc" --zero-stage 3
     --micro-batch-size 1 --global-batch-size 2 --train-iters "$total"
-    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
+    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters "$warmup" --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$tokenizer" --data-path "$data" --split '90,8,2'
     --eval-interval "$interval" --eval-iters 8 --log-interval 2
     --save "$checkpoints" --save-interval "$total"

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_sp.config.load import load_run
 from tests.integration.programs import ROOT, run_program, run_tool
 
 SCRIPTS = sorted([*ROOT.glob("examples/*.sh"), *ROOT.glob("tools/*.sh"), *ROOT.glob("tests/*.sh"), ROOT / ".ci/run"])
@@ -117,6 +118,16 @@ def test_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None:
     assert words[words.index("--train-iters") + 1] == "7" and words[words.index("--zero-stage") + 1] == "3"
     assert int(words[words.index("--seq-length") + 1]) >= 2048
     assert not list(tmp_path.iterdir())
+
+
+def test_every_number_of_iterations_leaves_the_learning_rate_time_to_decay(tmp_path: Path) -> None:
+    for iterations, warmup in ((1, 0), (10, 1), (240, 20)):
+        done = run_program("bash", ROOT / "examples/quickstart.sh", DRY_RUN="1", ITERATIONS=str(iterations), NPROC="2",
+                           OUTPUT_DIR=str(tmp_path / "out"))
+        words = shlex.split(done.stdout)
+        assert words[words.index("--lr-warmup-iters") + 1] == str(warmup)
+        train = load_run(words[words.index("pretrain_gpt.py") + 1:], 2, files=False)[0].train
+        assert train.train_iters == iterations
 
 
 def test_dry_run_continues_from_a_checkpoint(tmp_path: Path) -> None:
