@@ -52,10 +52,16 @@ class Storage(Protocol):
         """Start to bring a tensor to the device, so that a later ``get`` need not wait."""
 
     def get(self, stored: Stored) -> torch.Tensor:
-        """Return a tensor on its device."""
+        """Return the tensor that ``put`` or ``replace`` kept, on the device that it came from."""
 
     def replace(self, stored: Stored, x: torch.Tensor) -> None:
-        """Keep x in place of a tensor of the same shape and type, which may be x itself after a change in place."""
+        """Keep x in place of the tensor that ``stored`` holds.
+
+        Args:
+            stored: what ``put`` returned for the old tensor.
+            x: the new tensor, of the same shape and type. It may be the very tensor that ``get`` returned, after the
+                caller has changed it in place.
+        """
 
 
 class DeviceStorage:

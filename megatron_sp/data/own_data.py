@@ -163,7 +163,7 @@ class OwnSamples:
         return ids
 
     def document_starts(self, sample: int) -> np.ndarray:
-        """Return the positions at which documents start: a sample of a user's is one document."""
+        """Return where documents start: only at 0, because each sample of a user's Dataset is one document."""
         check_window(self, sample, 0, 0)
         return np.zeros(1, dtype=np.int64)
 

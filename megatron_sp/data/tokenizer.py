@@ -345,5 +345,5 @@ def build_tokenizer(data: Data, model_vocab_size: int = 0, parse_special: bool =
     if make is None:
         raise DataError(f"--tokenizer-type {data.tokenizer_type} is unknown; choose one of {', '.join(makers)}.")
     tokenizer = make(data, model_vocab_size, parse_special)
-    tokenizer.vocab_size += data.vocab_extra_ids  # no text is encoded as one of these
+    tokenizer.vocab_size += data.vocab_extra_ids  # adds ids that no text is ever encoded to
     return tokenizer

@@ -96,7 +96,16 @@ class UlyssesExchange:
 
     def start_to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                        start: Start = start_all_to_all) -> Callable[[], Triple]:
-        """Start ``sequence_to_heads`` and return the function that finishes it."""
+        """Start the exchange of ``sequence_to_heads`` without waiting for it.
+
+        Args:
+            q: [b, s/P, n, d]
+            k, v: [b, s/P, g, d]
+        Returns:
+            A function without arguments. It waits for the exchange and returns q [b, s, n_p, d] and k and v
+            [b, s, g_p, d]. Call it once, when they are needed; computation between the two calls runs while the data
+            travels.
+        """
         assert q.shape[:2] == k.shape[:2] == v.shape[:2], "q, k and v must hold the same tokens"
         if self.kv_order is not None:
             k, v = copy_heads(k, self.kv_order), copy_heads(v, self.kv_order)
@@ -126,7 +135,14 @@ class UlyssesExchange:
         return self.start_to_sequence(o, start_and_wait)()
 
     def start_to_sequence(self, o: torch.Tensor, start: Start = start_all_to_all) -> Callable[[], torch.Tensor]:
-        """Start ``heads_to_sequence`` and return the function that finishes it."""
+        """Start the exchange of ``heads_to_sequence`` without waiting for it.
+
+        Args:
+            o: [b, s, n_p, d]
+        Returns:
+            A function without arguments. It waits for the exchange and returns the output [b, s/P, n, d]. Call it once,
+            when the output is needed; computation between the two calls runs while the data travels.
+        """
         tokens = (o.shape[1] // self.size,) * self.size
         change = SplitChange(1, (tokens,), 2, (self.num_query,))  # [b, s, n_p, d] -> [b, s/P, n, d]
         self._count((o,), change)

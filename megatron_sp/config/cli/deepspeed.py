@@ -14,12 +14,12 @@ from megatron_sp.config.cli.claims import Claims, FileBatch
 from megatron_sp.config.cli.values import strip_quotes
 
 SWITCH, FILE = "--deepspeed", "--deepspeed-config"
-#: Flags without meaning under --deepspeed, where the file decides: field -> flag.
+#: Field -> the flag that sets it. Under --deepspeed these flags have no effect, because the file sets the fields.
 LOSS_SCALE_FLAGS = {
     "precision.loss_scale": "--loss-scale", "precision.initial_loss_scale": "--initial-loss-scale",
     "precision.min_loss_scale": "--min-loss-scale", "precision.loss_scale_window": "--loss-scale-window",
     "precision.hysteresis": "--hysteresis"}
-#: DeepSpeed's defaults of its ``fp16`` section, as fields.
+#: Field -> its value where the ``fp16`` section of DeepSpeed's file leaves the key out: the default that DeepSpeed has.
 DYNAMIC_SCALE: dict[str, Any] = {
     "precision.initial_loss_scale": 2.0**16, "precision.min_loss_scale": 1.0, "precision.loss_scale_window": 1000,
     "precision.hysteresis": 2}

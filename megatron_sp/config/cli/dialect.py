@@ -156,7 +156,11 @@ def _same_data_twice(claims: Claims) -> None:
 # --- layers of pipeline stages ------------------------------------------------------------------------------------
 
 def _stage_layers(claims: Claims) -> None:
-    """Claim ``--pipeline-layers`` for Megatron's flags that give the first or last stage other numbers of layers."""
+    """Set the layers of each pipeline stage as Megatron's flags about uneven stages say.
+
+    These flags give the first or last stage a number of layers of its own (``--decoder-first-pipeline-num-layers``),
+    or count the embedding or the loss as one layer. The result is the value of ``--pipeline-layers``.
+    """
     first = claims.read("--decoder-first-pipeline-num-layers", parse_int)
     last = claims.read("--decoder-last-pipeline-num-layers", parse_int)
     stages, layers = claims.claimed("parallel.pp", 1), claims.claimed("model.num_layers")
@@ -172,7 +176,11 @@ def _stage_layers(claims: Claims) -> None:
 
 
 def _padded_layers(claims: Claims, stages: int, layers: int | None) -> None:
-    """Drop a number of layers per stage that does not divide, where a fork would add empty layers to make it divide."""
+    """Replace a number of layers per stage that does not divide the model under ``--allow-padding-num-layers``.
+
+    The fork that has this flag adds empty layers until the number divides. Here the layers are spread over the stages
+    as evenly as possible, and a note says so.
+    """
     key, flag = "parallel.layers_per_virtual_stage", "--allow-padding-num-layers"
     each = claims.claimed(key)
     if flag not in claims.given or not each or not layers or stages < 2 or layers % (stages * each) == 0:

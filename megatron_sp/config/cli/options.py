@@ -9,7 +9,8 @@ from typing import Any
 from megatron_sp.config.cli.values import parse_choice, parse_float, parse_int, parse_words, strip_quotes
 from megatron_sp.config.schema import Run
 
-#: Field -> words of other frameworks (in lower case with hyphens) -> the choice of the schema that they mean.
+#: Words of other frameworks (in lower case with hyphens) by field, each with the choice of the schema that it means.
+#: For example, "rotary" for "model.position_embedding_type" means "rope".
 SYNONYMS: dict[str, dict[str, str]] = {
     "model.position_embedding_type": {"rotary": "rope", "learned": "learned_absolute", "absolute": "learned_absolute"},
     "optimizer.optimizer": {"fusedadam": "adam", "fusedadamw": "adamw", "cpu-adam": "adam", "torch-adam": "adam",
@@ -17,7 +18,8 @@ SYNONYMS: dict[str, dict[str, str]] = {
     "memory.recompute_method": {"chunk": "block"},
 }
 
-#: Field -> choices of other frameworks that are not supported -> the reason and a cure.
+#: Choices of other frameworks that are not supported, by field, each with the reason and a cure. For example, "alibi"
+#: of "model.position_embedding_type" has the entry "not supported here; use rope, learned_absolute or none".
 REFUSED_CHOICES: dict[str, dict[str, str]] = {
     "model.position_embedding_type": dict.fromkeys(
         ("alibi", "yarn", "mrope", "relative", "chunked_rope"),
