@@ -24,7 +24,7 @@ from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.output_files import complete_file  # noqa: E402
 from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
-from megatron_sp.plan.devices import DEVICES, GIB, Device, find_device, parse_size  # noqa: E402
+from megatron_sp.plan.devices import DEVICES, GIB, Device, device_of_flags  # noqa: E402
 from megatron_sp.plan.memory import COMPONENTS, LABELS, predict  # noqa: E402
 from megatron_sp.plan.report import parameters, with_length  # noqa: E402
 from megatron_sp.plan.search import USABLE, Candidate, reason, search  # noqa: E402
@@ -90,7 +90,8 @@ def table(plans: list[Candidate], device: Device) -> str:
               f"{100 * plan.time.mfu:>4.0f}%  {' '.join(plan.flags) or '(none)'}"
               for number, plan in enumerate(plans, start=1)]
     return "\n".join([*lines, f"(memory of {device.memory / GIB:.1f} GiB, of which plans use at most "
-                              f"{100 * USABLE:.0f}%; host memory is per device)"])
+                              f"{100 * USABLE:.0f}%; host memory is for each device and not limited: a node needs "
+                              "it as many times as it has devices)"])
 
 
 def launch_script(plan: Candidate, words: list[str], devices_per_node: int) -> str:
@@ -147,17 +148,16 @@ def main(argv: list[str]) -> int:
     own, words = build_parser().parse_known_args(argv)
     problems = [f"--{name.replace('_', '-')} {value} must be at least 1." for name, value in (
         ("devices", own.devices), ("devices_per_node", own.devices_per_node), ("top", own.top)) if value < 1]
-    try:
-        device = find_device(own.device, parse_size(own.device_memory) if own.device_memory else 0)
-    except ValueError as error:
-        problems.append(f"--device {own.device} --device-memory {own.device_memory}: {error}.")
+    device, wrong = device_of_flags(own.device, own.device_memory)
+    problems += wrong
     if problems:
         raise ConfigError(problems)
     plans = search(read_base(words), own.devices, device, own.devices_per_node, longest=own.max_seq_length)
     if not plans:
         raise ConfigError(f"no layout of {own.devices} x {device.name} ({device.memory / GIB:.1f} GiB each) fits this "
                           "model and batch; give more --devices, a shorter --seq-length, or a smaller "
-                          "--micro-batch-size. The most sparing techniques were tried.")
+                          "--micro-batch-size. The techniques that docs/how-to/plan-a-run.md lists were tried, and "
+                          "--sequence-chunk-size was not.")
     best = plans[:own.top]
     if own.json:
         print(json.dumps([{"flags": plan.flags, "tokens": plan.length, "memory": plan.memory.total,

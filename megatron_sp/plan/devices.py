@@ -64,6 +64,27 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * base ** _POWERS[(match[2] or "").upper()])
 
 
+def device_of_flags(name: str, memory: str) -> tuple[Device, list[str]]:
+    """Return the device that ``--device`` and ``--device-memory`` describe, and what is wrong with their values.
+
+    Args:
+        name: value of ``--device``.
+        memory: value of ``--device-memory``, such as 24GB; "" for the data sheet's.
+    """
+    problems: list[str] = []
+    size, device = 0, DEVICES["H100"]
+    try:
+        size = parse_size(memory) if memory else 0
+    except ValueError as error:
+        problems.append(f"--device-memory: {error}.")
+    try:
+        device = find_device(name, size)
+    except ValueError as error:
+        problems.append(f"--device: {error}; for another device take the one nearest in speed, and give its memory, "
+                        "for example --device-memory 24GB.")
+    return device, problems
+
+
 def find_device(name: str, memory: int = 0) -> Device:
     """Return the device of this name, compared without case, with another memory where one is given.
 

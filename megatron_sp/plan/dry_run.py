@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_sp.config.cli.plan_flags import PlanFlags
 from megatron_sp.config.load import load_run, smallest_world
 from megatron_sp.errors import ConfigError
-from megatron_sp.plan.devices import Device, find_device, parse_size
+from megatron_sp.plan.devices import Device, device_of_flags
 from megatron_sp.plan.report import plan_run
 
 DEFAULT_DEVICE = "H100"
@@ -52,11 +52,7 @@ def _several(flags: PlanFlags) -> str:
 
 
 def _device(flags: PlanFlags) -> Device:
-    try:
-        memory = parse_size(flags.device_memory) if flags.device_memory else 0
-    except ValueError as error:
-        raise ConfigError(f"--device-memory: {error}.") from None
-    try:
-        return find_device(flags.device or DEFAULT_DEVICE, memory)
-    except ValueError as error:
-        raise ConfigError(f"--device: {error}.") from None
+    device, problems = device_of_flags(flags.device or DEFAULT_DEVICE, flags.device_memory)
+    if problems:
+        raise ConfigError(problems)
+    return device

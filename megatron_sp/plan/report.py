@@ -43,6 +43,16 @@ class Report:
     longest: int
 
     @property
+    def host_at_longest(self) -> int:
+        """Return the bytes of host memory that a process needs at the longest sequence that fits the device."""
+        return predict(with_length(self.run, self.longest), device=self.device.kind).host if self.longest else 0
+
+    @property
+    def limited_by(self) -> str:
+        """Return which memory limits the length: "device", or "host" where the host would have to hold more than it."""
+        return "host" if self.host_at_longest > self.device.memory else "device"
+
+    @property
     def fits(self) -> bool:
         """Whether the predicted peak is at most the device's memory."""
         return self.memory.total <= self.device.memory
@@ -72,7 +82,8 @@ class Report:
             "memory": {"device": self.device.name, "limit": self.device.memory, "peak": self.memory.total,
                        "host": self.memory.host, "fits": self.fits, "moment": self.memory.moment,
                        "pipeline_rank": self.memory.rank, "components": self.memory.components},
-            "longest_sequence_that_fits": self.longest,
+            "longest_sequence_that_fits": self.longest, "host_at_longest_sequence": self.host_at_longest,
+            "length_limited_by": self.limited_by,
             "step_time": {"seconds": self.time.total, "compute": self.time.compute, "exposed": self.time.exposed,
                           "host": self.time.host, "mfu": self.time.mfu},
         }
@@ -230,8 +241,17 @@ def _memory_lines(report: Report) -> list[str]:
               for name, size in memory.components.items() if size]
     if memory.host:
         lines.append(f"  {'in host memory ':.<26} {_readable(memory.host)}")
-    lines.append(f"longest sequence that fits in this layout: {report.longest:,} tokens")
-    return lines
+    return [*lines, _longest_line(report)]
+
+
+def _longest_line(report: Report) -> str:
+    """Return the longest sequence of the layout, or what limits it where the device does not."""
+    if report.limited_by == "host":
+        return ("longest sequence in this layout: limited by host memory, which the plan does not know: "
+                f"{_readable(report.memory.host)} a process at this length")
+    host = report.host_at_longest
+    return (f"longest sequence that fits in this layout: {report.longest:,} tokens"
+            + (f", with {_readable(host)} of host memory a process" if host else ""))
 
 
 def _time_lines(report: Report) -> list[str]:

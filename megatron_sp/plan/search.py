@@ -143,7 +143,7 @@ def reason(best: Candidate, others: list[Candidate], *, longest: bool) -> str:
     """Return one sentence on why the first candidate is before the others."""
     rival = next((other for other in others if other.run.parallel != best.run.parallel), None)
     if rival is None:
-        return "It is the only layout that fits."
+        return "It is the only layout of those tried that fits."
     if longest:
         gain = best.length / rival.length
         how = f"{100 * (gain - 1):.0f}% longer" if gain > 1.005 else "as long, in a shorter step"

@@ -60,6 +60,17 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     assert longest_sequence(run, replace(A100, memory=GIB)) == 0
 
 
+@pytest.mark.parametrize("offload,limit", [
+    ("--offload-activations", "tokens, with "),
+    ("--sequence-chunk-size 8192 --offload-key-values", "limited by host memory, which the plan does not know: ")])
+def test_a_length_that_the_device_does_not_limit_is_not_printed(offload: str, limit: str) -> None:
+    run = planned(f"{GPT_1B} {RECOMPUTED} --seq-length 65536 --ulysses-size 8 --global-batch-size 1 {offload}", 8)
+    report = plan_run(run, replace(A100, memory=16 * GIB))
+    [line] = [line for line in report.text().splitlines() if line.startswith("longest sequence")]
+    assert limit in line and (f"{report.longest:,}" in line) == (report.limited_by == "device")
+    assert report.to_dict()["length_limited_by"] == report.limited_by
+
+
 def test_ulysses_traffic_is_the_papers() -> None:
     run = planned(f"{GPT_1B} --seq-length 65536 --ulysses-size 8 --global-batch-size 1", 8)
     [ulysses] = [each for each in step_traffic(run) if each.axis == "ulysses"]
