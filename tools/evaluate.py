@@ -37,7 +37,7 @@ from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 if TYPE_CHECKING:
     import numpy as np
 
-    from megatron_sp.data.indexed_dataset import IndexedDataset
+    from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
     from megatron_sp.model.gpt import GPT
 
 
@@ -199,7 +199,7 @@ def main(argv: list[str]) -> None:
     if runtime.launch_environment().world_size > 1:
         raise ConfigError("evaluate.py runs on one process; start it without torchrun")
 
-    from megatron_sp.data.indexed_dataset import IndexedDataset
+    from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
     from megatron_sp.train.restore import for_device, load_model, read_config
 
     run = read_config(arguments.load, arguments.ckpt_step)

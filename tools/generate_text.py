@@ -28,7 +28,7 @@ from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 
 if TYPE_CHECKING:
-    from megatron_sp.data.tokenizer import Tokenizer
+    from megatron_sp.data.tokenizers.tokenizer import Tokenizer
     from megatron_sp.model.gpt import GPT
 
 

@@ -47,8 +47,8 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
     sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp.config.schema import Data  # noqa: E402
-from megatron_sp.data.checksums import checksum_path, find_damage  # noqa: E402
-from megatron_sp.data.indexed_dataset import IndexedDataset, bin_path  # noqa: E402
+from megatron_sp.data.token_files.checksums import checksum_path, find_damage  # noqa: E402
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset, bin_path  # noqa: E402
 from megatron_sp.errors import ConfigError, DataError  # noqa: E402
 from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
@@ -56,7 +56,7 @@ from megatron_sp.runtime import announced_world_size, run_program, use_only_cpu 
 
 if TYPE_CHECKING:
     from megatron_sp.data.batch import Microbatch
-    from megatron_sp.data.tokenizer import Tokenizer
+    from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 
 PERCENTILES = (50, 90, 99)
 SHOWN = 12  # starts of documents to list
@@ -170,7 +170,7 @@ def show_documents(arguments: argparse.Namespace) -> int:
 def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     if not (arguments.tokenizer_model or arguments.vocab_file or arguments.tokenizer_type == "NullTokenizer"):
         return None
-    from megatron_sp.data.tokenizer import build_tokenizer
+    from megatron_sp.data.tokenizers.tokenizer import build_tokenizer
 
     return build_tokenizer(Data(tokenizer_type=arguments.tokenizer_type, vocab_file=arguments.vocab_file,
                                 merge_file=arguments.merge_file, tokenizer_model=arguments.tokenizer_model,

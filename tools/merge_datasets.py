@@ -22,8 +22,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
-from megatron_sp.data.indexed_dataset import bin_path  # noqa: E402
-from megatron_sp.data.token_writer import merge_token_sets  # noqa: E402
+from megatron_sp.data.token_files.indexed_dataset import bin_path  # noqa: E402
+from megatron_sp.data.token_files.token_writer import merge_token_sets  # noqa: E402
 from megatron_sp.errors import DataError  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402

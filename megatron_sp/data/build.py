@@ -16,9 +16,9 @@ from megatron_sp.data import own_data
 from megatron_sp.data.blend import Blend, BlendedDataset, cached_order, member_sizes, parse_data_path
 from megatron_sp.data.gpt_dataset import Dataset, GPTDataset, check_window, unlabelled
 from megatron_sp.data.index_cache import IndexCache
-from megatron_sp.data.indexed_dataset import IndexedDataset, TokenSequences
 from megatron_sp.data.mock import MockDataset
 from megatron_sp.data.packing import PackedDataset
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset, TokenSequences
 from megatron_sp.errors import DataError
 from megatron_sp.layout.document_split import SPLITS, empty_split_problem, parse_split, split_bounds
 from megatron_sp.progress import progress_bar
@@ -29,7 +29,7 @@ except ImportError:  # not on every platform
     resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from megatron_sp.data.tokenizer import Tokenizer
+    from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 
 FILES_PER_SET = 5  # open files of one token set: .bin, .idx and three arrays of its order
 OTHER_FILES = 1024  # open files of the rest of a run: sockets, shared memory, libraries

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_sp.data import sample_order as order
 from megatron_sp.data.index_cache import Arrays, IndexCache
-from megatron_sp.data.indexed_dataset import TokenSequences
+from megatron_sp.data.token_files.indexed_dataset import TokenSequences
 from megatron_sp.errors import DataError
 
 

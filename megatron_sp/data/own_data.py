@@ -30,7 +30,7 @@ from megatron_sp.data.gpt_dataset import Dataset, check_window
 from megatron_sp.errors import DataError, UserError
 
 if TYPE_CHECKING:
-    from megatron_sp.data.tokenizer import Tokenizer
+    from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 
 FLAG = "--dataset-provider"
 COLUMNS = ("input_ids", "tokens")  # where the token ids of an item that is a mapping may be

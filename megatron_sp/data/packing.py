@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_sp.data.gpt_dataset import check_window
 from megatron_sp.data.index_cache import Arrays, IndexCache
-from megatron_sp.data.indexed_dataset import TokenSequences
+from megatron_sp.data.token_files.indexed_dataset import TokenSequences
 from megatron_sp.errors import DataError
 
 PADDING = 0  # token id of padding; the model reads it and nothing is predicted from it

@@ -17,8 +17,8 @@ from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import BatchReader, Microbatch
 from megatron_sp.data.documents import Documents
 from megatron_sp.data.gpt_dataset import Dataset, GPTDataset
-from megatron_sp.data.indexed_dataset import best_dtype
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files.indexed_dataset import best_dtype
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.proof.reference import Batch, Numbering, documents_after

@@ -12,7 +12,7 @@ from megatron_sp.checkpoint.state_file import read_part
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
-from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.layout.windows import layer_windows
 from megatron_sp.runtime import Environment, start, stop

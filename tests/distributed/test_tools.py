@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import UserError
 from megatron_sp.train.restore import load_model, read_config
 from tests.helpers.configs import STYLES

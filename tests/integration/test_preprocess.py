@@ -15,7 +15,7 @@ import pytest
 
 from megatron_sp.config.schema import Data
 from megatron_sp.data.build import build_datasets
-from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
 from tests.integration.programs import ROOT, run_program, run_tool
 from tests.unit.data.test_indexed import FIXTURES, SET_A, checksums, digest
 

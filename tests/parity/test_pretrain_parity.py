@@ -90,8 +90,8 @@ def half_masked(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     With ``--eod-mask-loss`` at least one of two Ulysses ranks never has a valid label.
     """
-    from megatron_sp.data.indexed_dataset import best_dtype
-    from megatron_sp.data.token_writer import IndexedDatasetBuilder
+    from megatron_sp.data.token_files.indexed_dataset import best_dtype
+    from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 
     prefix = str(tmp_path_factory.mktemp("half") / "half")
     letters = np.frombuffer((ROOT / "LICENSE").read_bytes(), dtype=np.uint8) % 127

@@ -17,7 +17,7 @@ from megatron_sp.config.rules.other_systems import other_system_problem
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.document_split import SPLITS, empty_split_problem, parse_split
 
-#: Begins every .idx file (see ``data.indexed_dataset``).
+#: Begins every .idx file (see ``data.token_files.indexed_dataset``).
 MAGIC = b"MMIDIDX"
 #: Place of the number of sequences in the header of an .idx file.
 NUM_SEQUENCES = slice(18, 26)

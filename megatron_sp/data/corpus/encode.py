@@ -23,8 +23,8 @@ from megatron_sp.config.schema import Data
 from megatron_sp.data.corpus.readers import Block, parse
 from megatron_sp.data.corpus.records import BadRecord, BadRecords
 from megatron_sp.data.corpus.summary import EncodedBlock
-from megatron_sp.data.indexed_dataset import best_dtype
-from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_sp.data.token_files.indexed_dataset import best_dtype
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_sp.errors import DataError
 
 IN_FLIGHT_PER_WORKER = 4

@@ -22,8 +22,8 @@ from megatron_sp.data.corpus.inputs import Part
 from megatron_sp.data.corpus.journal import ASIDE, SECONDS_BETWEEN_NOTES, Journal
 from megatron_sp.data.corpus.readers import Position, read_blocks
 from megatron_sp.data.corpus.summary import EncodedBlock, Summary, read_report, write_report
-from megatron_sp.data.indexed_dataset import best_dtype
-from megatron_sp.data.token_writer import IndexedDatasetBuilder, merge_token_sets
+from megatron_sp.data.token_files.indexed_dataset import best_dtype
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder, merge_token_sets
 from megatron_sp.errors import DataError
 
 

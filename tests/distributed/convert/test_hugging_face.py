@@ -26,7 +26,7 @@ from megatron_sp.convert.conversions import model_run
 from megatron_sp.convert.fill import fill_model
 from megatron_sp.convert.hugging_face import weights_of
 from megatron_sp.convert.native import write_checkpoint
-from megatron_sp.data.tokenizer import build_tokenizer
+from megatron_sp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_sp.errors import CheckpointError
 from megatron_sp.inference.sampling import Sampling, generate
 from megatron_sp.model.build import build_model

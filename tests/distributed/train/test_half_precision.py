@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import Weights, random_weights
 from megatron_sp.proof.steps import step_in_layout

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.train.report.metrics_file import read_metrics
 from tests.helpers.configs import STYLES
 from tests.helpers.spawn import RunRanks

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_sp.checkpoint.files import complete_iterations
 from megatron_sp.checkpoint.state_file import read_state
 from megatron_sp.data.batch import Microbatch
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.train import garbage
 from megatron_sp.train.chunk_recurrence import Part
 from megatron_sp.train.forward_backward import Engine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.train.report.metrics_file import read_metrics
 from megatron_sp.train.schedule import Schedule
 from megatron_sp.train.setup import layout_in_words

@@ -8,9 +8,9 @@ from megatron_sp.config.schema import Data
 from megatron_sp.data.batch import BatchReader
 from megatron_sp.data.build import CyclicDataset, build_datasets
 from megatron_sp.data.gpt_dataset import GPTDataset
-from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.mock import MockDataset
 from megatron_sp.data.sampler import GlobalBatchSampler
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
 from megatron_sp.errors import DataError
 from megatron_sp.layout.tokens import SequenceLayout
 from tests.unit.data.test_indexed import SET_A, write

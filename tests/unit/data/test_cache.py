@@ -11,7 +11,7 @@ from megatron_sp.data import index_cache
 from megatron_sp.data.build import build_datasets
 from megatron_sp.data.gpt_dataset import GPTDataset
 from megatron_sp.data.index_cache import IndexCache
-from megatron_sp.data.indexed_dataset import IndexedDataset
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
 from megatron_sp.errors import DataError
 from tests.helpers.cache_races import killed_builds, start_together
 from tests.helpers.small_disk import FULL, small_disk

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_sp.data import checksums
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files import checksums
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import DataError
 
 

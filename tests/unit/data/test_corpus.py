@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sp.config.schema import Data
-from megatron_sp.data.checksums import checksum_path, find_damage
 from megatron_sp.data.corpus import preprocess, readers
 from megatron_sp.data.corpus.encode import Job
 from megatron_sp.data.corpus.inputs import choose_share, find_parts
@@ -24,8 +23,9 @@ from megatron_sp.data.corpus.preprocess import Output, Preprocessor
 from megatron_sp.data.corpus.readers import Position, parse, read_blocks
 from megatron_sp.data.corpus.records import BadRecords
 from megatron_sp.data.corpus.summary import LengthCounts, Summary, read_report
-from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files.checksums import checksum_path, find_damage
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import DataError, InstallationError
 from tools import merge_datasets
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_sp.data.gpt_dataset import GPTDataset
 from megatron_sp.data.index_cache import IndexCache
-from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import DataError
 
 Damage = Callable[[bytes], bytes]

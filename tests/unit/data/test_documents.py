@@ -15,9 +15,9 @@ from megatron_sp.data.blend import BlendedDataset
 from megatron_sp.data.build import CyclicDataset
 from megatron_sp.data.documents import Documents, attention_work
 from megatron_sp.data.gpt_dataset import Dataset, GPTDataset
-from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.mock import MOST_DOCUMENTS, MockDataset
 from megatron_sp.data.sampler import GlobalBatchSampler
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
 from megatron_sp.errors import DataError
 from megatron_sp.layout.attention_mask import CAUSAL
 from megatron_sp.layout.tokens import SequenceLayout

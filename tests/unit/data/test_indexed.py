@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_sp.data import indexed_dataset as files
-from megatron_sp.data import token_writer
-from megatron_sp.data.checksums import write_checksums
-from megatron_sp.data.indexed_dataset import IndexedDataset, best_dtype
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files import indexed_dataset as files
+from megatron_sp.data.token_files import token_writer
+from megatron_sp.data.token_files.checksums import write_checksums
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset, best_dtype
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import DataError
 from tests.helpers.small_disk import FULL, small_disk
 

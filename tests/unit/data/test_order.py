@@ -15,8 +15,8 @@ from megatron_sp.data import sample_order as order
 from megatron_sp.data.blend import BlendedDataset, blend_order, exhaustive_order, parse_data_path
 from megatron_sp.data.build import Splits, build_datasets
 from megatron_sp.data.gpt_dataset import GPTDataset
-from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import DataError
 from megatron_sp.layout.document_split import parse_split, split_bounds
 from tests.unit.data.test_indexed import FIXTURES, SET_A, SET_B, write

@@ -15,9 +15,9 @@ from megatron_sp.data.batch import BatchReader
 from megatron_sp.data.blend import BlendedDataset
 from megatron_sp.data.build import Splits, build_datasets
 from megatron_sp.data.gpt_dataset import Dataset, GPTDataset
-from megatron_sp.data.indexed_dataset import IndexedDataset
 from megatron_sp.data.own_data import documents
-from megatron_sp.data.tokenizer import NullTokenizer
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
+from megatron_sp.data.tokenizers.tokenizer import NullTokenizer
 from megatron_sp.errors import ConfigError, DataError
 from megatron_sp.layout.tokens import SequenceLayout
 from tests.integration.programs import ROOT
@@ -116,7 +116,8 @@ def test_an_item_is_read_once_for_all_its_pieces(tmp_path: Path) -> None:
 
 def test_documents_come_in_the_order_of_token_files(tmp_path: Path) -> None:
     """The same documents from a user's dataset and from token files give the same samples."""
-    body = (f"from megatron_sp.data.indexed_dataset import IndexedDataset\nsource = IndexedDataset({str(SET_A)!r})\n"
+    body = ("from megatron_sp.data.token_files.indexed_dataset import IndexedDataset\n"
+            f"source = IndexedDataset({str(SET_A)!r})\n"
             "return documents(Items([{'ids': source.get(i)} for i in range(len(source))]), 'ids')")
     train = train_of(provided(tmp_path, body, (30_000, 0, 0), data_cache_path=str(tmp_path / "cache")))
     expected = GPTDataset(IndexedDataset(SET_A), np.arange(48), 30_000, 4, 1234)

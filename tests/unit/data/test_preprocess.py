@@ -17,8 +17,8 @@ from megatron_sp.data.corpus.preprocess import Output, Preprocessor
 from megatron_sp.data.corpus.readers import read_blocks
 from megatron_sp.data.corpus.records import Skipped
 from megatron_sp.data.corpus.summary import KeyTotals, Summary
-from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.tokenizer import GPT2BPETokenizer, build_tokenizer
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
+from megatron_sp.data.tokenizers.tokenizer import GPT2BPETokenizer, build_tokenizer
 from megatron_sp.errors import DataError
 from tests.unit.data.test_indexed import FIXTURES, checksums, digest
 from tools import preprocess_data

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_sp.config.schema import Data
 from megatron_sp.data.corpus.encode import Job
-from megatron_sp.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_sp.errors import DataError, InstallationError
 from tests.unit.data.test_preprocess import preprocess, write_lines
 

@@ -11,9 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sp.config.schema import Data
-from megatron_sp.data import words
-from megatron_sp.data.hugging_face_words import LLAMA3, LONG_S, llama3_words
-from megatron_sp.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, build_tokenizer
+from megatron_sp.data.tokenizers import words
+from megatron_sp.data.tokenizers.hugging_face_words import LLAMA3, LONG_S, llama3_words
+from megatron_sp.data.tokenizers.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+)
 from tests.unit.data.test_indexed import FIXTURES
 
 INT32 = np.dtype(np.int32)

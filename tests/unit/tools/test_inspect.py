@@ -12,9 +12,9 @@ import pytest
 
 from megatron_sp.config.load import load_run_of_world
 from megatron_sp.data.build import build_datasets
-from megatron_sp.data.checksums import write_checksums
-from megatron_sp.data.indexed_dataset import IndexedDataset
-from megatron_sp.data.token_writer import IndexedDatasetBuilder
+from megatron_sp.data.token_files.checksums import write_checksums
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
+from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import ConfigError, DataError
 from megatron_sp.layout.tokens import SequenceLayout
 from tests.unit.data.test_indexed import FIXTURES, SET_A, SET_B, write

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from megatron_sp.data.words import Splitter, WordPatterns, gpt2_words, word_patterns
+from megatron_sp.data.tokenizers.words import Splitter, WordPatterns, gpt2_words, word_patterns
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"

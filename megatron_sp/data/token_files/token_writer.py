@@ -22,8 +22,8 @@ from typing import IO
 
 import numpy as np
 
-from megatron_sp.data.checksums import remove_checksums, write_checksums
-from megatron_sp.data.indexed_dataset import (
+from megatron_sp.data.token_files.checksums import remove_checksums, write_checksums
+from megatron_sp.data.token_files.indexed_dataset import (
     DTYPE_CODES,
     HEADER,
     MAGIC,

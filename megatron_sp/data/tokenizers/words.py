@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sp.data.long_text import LETTER, META, is_word_bpe
+from megatron_sp.data.tokenizers.long_text import LETTER, META, is_word_bpe
 
 MOST_WORDS = 1 << 16  # words that are remembered; about 15 MB
 LONGEST_WORD = 64  # characters; longer words are rare, and remembering them would take much memory

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_sp.data.tokenizer import Tokenizer
+from megatron_sp.data.tokenizers.tokenizer import Tokenizer
 from megatron_sp.errors import DataError, InstallationError
 
 #: How a text is split into words, by the value of --tiktoken-pattern.

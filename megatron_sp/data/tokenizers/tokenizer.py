@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from megatron_sp.config.schema import Data
-from megatron_sp.data import long_text
-from megatron_sp.data.hugging_face_words import hugging_face_splitter
-from megatron_sp.data.words import WordCache, gpt2_splitter, sentencepiece_words
+from megatron_sp.data.tokenizers import long_text
+from megatron_sp.data.tokenizers.hugging_face_words import hugging_face_splitter
+from megatron_sp.data.tokenizers.words import WordCache, gpt2_splitter, sentencepiece_words
 from megatron_sp.errors import DataError
 
 GPT2_EOD = "<|endoftext|>"
@@ -311,7 +311,7 @@ def _null(_: Data, vocab_size: int, __: bool) -> Tokenizer:
 
 
 def _tiktoken(data: Data, vocab_size: int, _: bool) -> Tokenizer:
-    from megatron_sp.data.tiktoken_tokenizer import TikTokenizer
+    from megatron_sp.data.tokenizers.tiktoken_tokenizer import TikTokenizer
 
     return TikTokenizer(_file(data, "--tokenizer-model", data.tokenizer_model), data.tiktoken_pattern,
                         data.tiktoken_num_special_tokens, vocab_size)

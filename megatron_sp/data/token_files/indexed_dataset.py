@@ -27,7 +27,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_sp.config.rules.files import token_file_problem
-from megatron_sp.data.checksums import checksum_path, find_damage
+from megatron_sp.data.token_files.checksums import checksum_path, find_damage
 from megatron_sp.errors import DataError
 from megatron_sp.output_files import reason_of
 
