@@ -46,9 +46,10 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.rules.files import token_file_problem  # noqa: E402
 from megatron_sp.config.schema import Data  # noqa: E402
 from megatron_sp.data.token_files.checksums import checksum_path, find_damage  # noqa: E402
-from megatron_sp.data.token_files.indexed_dataset import IndexedDataset, bin_path  # noqa: E402
+from megatron_sp.data.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path  # noqa: E402
 from megatron_sp.errors import ConfigError, DataError  # noqa: E402
 from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
@@ -266,6 +267,9 @@ def token_range(dataset: IndexedDataset) -> tuple[int, int]:
 
 
 def check(arguments: argparse.Namespace) -> int:
+    for prefix in arguments.prefixes:
+        if not os.path.exists(idx_path(prefix)) and not os.path.exists(bin_path(prefix)):
+            raise DataError(token_file_problem(prefix))
     found = [problem for prefix in arguments.prefixes for problem in problems_of(prefix, arguments.vocab_size)]
     for problem in found:
         print(f"DAMAGED: {problem}")
@@ -320,7 +324,8 @@ def show_sizes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """Return the parser, and the names of the commands."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
                     usage=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
@@ -357,14 +362,17 @@ def build_parser() -> argparse.ArgumentParser:
     compares = add("compare", compare)
     compares.add_argument("prefix", metavar="PREFIX")
     compares.add_argument("other", metavar="PREFIX")
-    return parser
+    return parser, list(commands.choices)
 
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if argv else 2
-    parser = build_parser()
+    parser, commands = build_parser()
+    if argv[0] not in commands:
+        raise ConfigError(f"{argv[0]} is no command of inspect_dataset.py; the first word is one of "
+                          f"{', '.join(commands)}, for example: inspect_dataset.py sizes PREFIX")
     arguments, rest = parser.parse_known_args(argv)
     if getattr(arguments, "tokens", 0) < 0:
         raise ConfigError(f"--tokens {arguments.tokens} must be at least 0.")

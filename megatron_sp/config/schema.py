@@ -404,7 +404,7 @@ class Checkpoint:
                "run waits for a save that is under way before the next one and at its end.")
     keep_last: int = flag(
         0, "Keep only this many newest checkpoints, and those of --save-retain-interval; default: all are kept, also "
-           "when no number follows.", nargs="?", metavar="N")
+           "with 0 and when no number follows.", nargs="?", metavar="N")
     save_retain_interval: int = flag(
         0, "Checkpoints at multiples of this many iterations are never deleted; of the others the newest is kept, or "
            "as many as --keep-last says.")

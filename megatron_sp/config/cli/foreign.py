@@ -13,7 +13,7 @@ from megatron_sp.config.cli.claims import Claims
 from megatron_sp.config.cli.data_lists import translate_data_lists
 from megatron_sp.config.cli.deepspeed import translate_deepspeed
 from megatron_sp.config.cli.dialect import GELU, translate_dialect
-from megatron_sp.config.cli.load_hf import claim_model_of_load_hf
+from megatron_sp.config.cli.load_hf import LOAD_HF, claim_model_of_load_hf
 from megatron_sp.config.cli.options import schema_options
 from megatron_sp.config.cli.presets import PRESETS
 from megatron_sp.config.cli.tables import EXPERT_COMPANIONS
@@ -30,6 +30,9 @@ class Foreign:
 
 
 PRESET = "--model-preset"
+#: Fields without which there is no model, and the flags that set them.
+MODEL_SIZES = {"model.num_layers": "--num-layers", "model.hidden_size": "--hidden-size",
+               "model.num_attention_heads": "--num-attention-heads"}
 #: Switches that simply set one field: flag -> (field, value).
 SWITCHES: dict[str, tuple[str, Any]] = {
     "--swiglu": ("model.activation", "swiglu"),
@@ -129,7 +132,8 @@ def translate(claims: Claims) -> None:
         if flag in claims.given:
             claims.claim(key, value, flag)
     for step in (_activation, _positions, _query_groups, _context_parallel, _zero, _others, _experts,
-                 translate_deepspeed, claim_model_of_load_hf, _preset, translate_data_lists, translate_dialect):
+                 translate_deepspeed, claim_model_of_load_hf, _preset, _ask_for_no_model,
+                 translate_data_lists, translate_dialect):
         step(claims)
 
 
@@ -146,6 +150,20 @@ def _preset(claims: Claims) -> None:
         claims.claim(f"model.{key}", value, PRESET)
     said = [words for key, value in filled.items() if (words := _as_flag(f"model.{key}", value))]
     claims.notes.append(f"--model-preset {name} stands for: {' '.join(said)}")
+
+
+def _ask_for_no_model(claims: Claims) -> None:
+    """Mark flags that a preset or ``--load-hf`` should have set as broken, so that later checks ask nobody for them.
+
+    They are still open only where the preset or the model's config.json could not be read, which is reported already.
+    """
+    named = {PRESET, LOAD_HF} & (claims.given.keys() | claims.broken)
+    if not named:
+        return
+    open_flags = {flag for key, flag in MODEL_SIZES.items() if not claims.values.get(key)}
+    if open_flags and LOAD_HF in named and not claims.values.get("data.tokenizer_type"):
+        open_flags.add("--tokenizer-type")
+    claims.broken |= open_flags
 
 
 def _as_flag(key: str, value: Any) -> str:

@@ -73,12 +73,21 @@ def check_length(run: Run) -> list[str]:
         return [f"--train-iters {train.train_iters} and --train-samples {train.train_samples} exclude each other; "
                 f"keep one."]
     if not train.train_iters and not train.train_samples:
-        return ["--train-iters or --train-samples is required."]
+        return [f"--train-iters or --train-samples is required{_samples_of_tokens(run)}."]
     grows = train.rampup_batch_size or train.step_batch_size_schedule
     if train.train_samples and 0 < train.train_samples < train.global_batch_size and not grows:
         return [f"--train-samples {train.train_samples} is less than one step of --global-batch-size "
                 f"{train.global_batch_size}."]
     return []
+
+
+def _samples_of_tokens(run: Run) -> str:
+    """Return the samples that ``--train-tokens`` stands for, as the end of a sentence; "" without it."""
+    tokens, length = run.train.train_tokens, run.data.seq_length
+    if tokens < 1 or length < 1:
+        return ""
+    return (f"; --train-tokens {tokens} alone does not say how long the learning rate decays. Add --train-samples "
+            f"{-(-tokens // length)}, which are as many tokens at --seq-length {length}")
 
 
 def check_precision(run: Run) -> list[str]:

@@ -43,6 +43,24 @@ def test_the_base_is_fine():
     assert load()[1] == []
 
 
+def test_tokens_alone_are_answered_with_their_samples():
+    said = one("--train-tokens 1000", base=BASE)
+    assert "--train-tokens 1000 alone" in said and "Add --train-samples 8, which" in said
+
+
+@pytest.mark.parametrize("flags", ["--model-preset llama3-9b", "--load-hf nowhere", "--model-preset", "--load-hf"])
+def test_a_model_that_cannot_be_read_is_the_only_problem(flags):
+    said = one(flags, base="--seq-length 128 --lr 1e-3 --train-iters 10 --mock-data --vocab-size 512")
+    assert flags.split()[0] in said
+
+
+def test_flags_of_saving_without_save_are_noted():
+    notes = load("--keep-last 2 --async-save --save-retain-interval 2")[1]
+    assert notes == [f"{flag} has no effect without --save." for flag in (
+        "--async-save", "--keep-last", "--save-retain-interval")]
+    assert one("--save out --save-interval 1 --keep-last -1") == "--keep-last -1: must be at least 0."
+
+
 def test_required_flags_are_listed_together():
     found = problems(base="")
     for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--lr"):

@@ -106,6 +106,8 @@ def test_check_finds_each_kind_of_damage(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "x.bin").write_bytes(content)
     assert inspect_dataset.main(["check", prefix, "--vocab-size", "50257"]) == 1
     assert "x.bin: bytes 0 to" in capsys.readouterr().out
+    with pytest.raises(DataError, match="nowhere.idx does not exist"):  # as the other commands say, and no damage
+        inspect_dataset.main(["check", prefix, str(tmp_path / "nowhere")])
     os.truncate(tmp_path / "x.idx", 100)
     assert inspect_dataset.main(["check", prefix, str(SET_B)]) == 1
     out = capsys.readouterr().out
@@ -133,7 +135,8 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("words, said", [
     ("documents A 3", "3 is not within the 2 documents"), ("documents A 1..0", "1..0 is not within"),
-    ("documents A x", "'x' names no documents"), ("documents A", "required"), ("frobnicate A", "invalid choice"),
+    ("documents A x", "'x' names no documents"), ("documents A", "required"), ("frobnicate A", "no command"),
+    ("A", "the first word is one of sizes, documents, samples, check, compare"),
     ("sizes A --lenght 3", "--lenght is no flag"), ("documents A 0 --tokens -1", "--tokens -1 must be at least 0"),
     ("documents A 0 --tokens x", "invalid int value"),
     ("samples 9999 --world-size 4 RUN", "9999 is not within the"),
