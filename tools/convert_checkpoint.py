@@ -20,6 +20,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser, unknown_flag  # noqa: E402
 from megatron_sp.config.families import FAMILIES  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
@@ -44,8 +45,7 @@ def parse_size(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="CONVERSION")
 
     def command(name: str, help: str, load: str, save: str) -> argparse.ArgumentParser:
@@ -86,7 +86,9 @@ def main(argv: list[str]) -> None:
     parser = build_parser()
     arguments, more = parser.parse_known_args(argv)
     if more and "qkv_layout" not in arguments:
-        parser.error(f"unknown: {' '.join(more)}")
+        known = [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "command"]
+        raise ConfigError([unknown_flag(word, known) for word in more if word.startswith("-")] or
+                          [f"{more[0]} belongs to no flag; --help lists all flags."])
 
     from megatron_sp.convert import conversions
 

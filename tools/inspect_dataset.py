@@ -38,7 +38,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,6 +46,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.config.rules.files import token_file_problem  # noqa: E402
 from megatron_sp.config.schema import Data  # noqa: E402
 from megatron_sp.data.token_files.checksums import checksum_path, find_damage  # noqa: E402
@@ -63,13 +64,6 @@ PERCENTILES = (50, 90, 99)
 SHOWN = 12  # starts of documents to list
 BAR = 40  # characters of the longest bar
 CHUNK = 1 << 24  # tokens to read at a time
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError at a mistake, where argparse would print a message of its own and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 # --- sizes -------------------------------------------------------------------------------------
@@ -326,9 +320,9 @@ def show_sizes(arguments: argparse.Namespace) -> int:
 
 def build_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser, and the names of the commands."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
                     usage=argparse.SUPPRESS)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=ToolParser)
 
     def add(name: str, run: Any) -> argparse.ArgumentParser:
         command = commands.add_parser(name, allow_abbrev=False)

@@ -10,7 +10,6 @@ Example (writes data/corpus_text_document.bin and .idx, with the same bytes as M
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import signal
@@ -24,6 +23,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser, unknown_flag  # noqa: E402
 from megatron_sp.config.schema import Data  # noqa: E402
 from megatron_sp.data.corpus.inputs import FORMATS, choose_share, find_parts, total_size  # noqa: E402
 from megatron_sp.errors import ConfigError, DataError  # noqa: E402
@@ -54,15 +54,8 @@ REFUSED = {"--split-sentences": "sentences are not split; that is for BERT and T
 ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError at a mistake, where argparse would print a message of its own and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def build_parser() -> Parser:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+def build_parser() -> ToolParser:
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     _add_input_and_output(parser)
     _add_tokenizer(parser)
     group = parser.add_argument_group("running")
@@ -82,7 +75,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def _add_input_and_output(parser: Parser) -> None:
+def _add_input_and_output(parser: ToolParser) -> None:
     group = parser.add_argument_group("input and output")
     group.add_argument("--input", nargs="+", required=True, metavar="FILE",
                        help="files, directories, quoted patterns such as 'data/*.jsonl', or - for the standard input; "
@@ -113,7 +106,7 @@ def _add_input_and_output(parser: Parser) -> None:
                        help="keep the order of the input with --partitions too, which then changes nothing")
 
 
-def _add_tokenizer(parser: Parser) -> None:
+def _add_tokenizer(parser: ToolParser) -> None:
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", default=Data().tokenizer_type, metavar="TYPE",
                        help="type of tokenizer, as for pretrain_gpt.py (default: %(default)s)")
@@ -157,10 +150,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(problems)
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(words)
-    known = [option for action in parser._actions for option in action.option_strings]
-    for word in unknown:
-        near = difflib.get_close_matches(word.partition("=")[0], known, 1) if word.startswith("--") else []
-        problems.append(f"{word} is not known" + (f"; did you mean {near[0]}?" if near else ""))
+    known = [option for action in parser._actions for option in action.option_strings
+             if option not in HINTS]
+    problems += [unknown_flag(word, known) for word in unknown if word.startswith("-")]
+    if unknown and not problems:
+        problems.append(f"{unknown[0]} belongs to no flag; --help lists all flags.")
     problems += _problems_of(arguments)
     if problems:
         raise ConfigError(problems)

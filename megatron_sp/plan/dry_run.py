@@ -34,7 +34,7 @@ def dry_run(flags: PlanFlags, argv: Sequence[str], world_size: int, devices_per_
     if size > max(1, flags.world_size, world_size):
         notes.append(f"Planned for {size} processes, which one copy of the model needs; --world-size N plans for more.")
     report = plan_run(run, device, run.parallel.devices_per_node or DEFAULT_DEVICES_PER_NODE)
-    notes += report.memory.notes
+    notes += [*_nodes_note(run.parallel.devices_per_node, devices_per_node, size), *report.memory.notes]
     if flags.json:
         print(json.dumps(report.to_dict() | {"notes": notes}, indent=1))
         return 0
@@ -45,6 +45,23 @@ def dry_run(flags: PlanFlags, argv: Sequence[str], world_size: int, devices_per_
         print("The plan does not fit the device; raise --sequence-split, --zero-stage or recomputation, or look for a "
               "layout with tools/plan.py.")
     return 0
+
+
+def _nodes_note(per_node: int, launched: int, world_size: int) -> list[str]:
+    """Return a note that says where the number of devices per node comes from, unless a flag gives it.
+
+    Args:
+        per_node: devices of a node in the run; 0: nobody says.
+        launched: the processes that the launcher starts on this node; 0: it does not say.
+    """
+    cure = "--devices-per-node N plans for other nodes."
+    if launched and per_node == launched:
+        count = "1 device per node, since the launcher starts 1 process" if per_node == 1 else (
+            f"{per_node} devices per node, since the launcher starts {per_node} processes")
+        return [f"Planned with {count} on this node; {cure}"]
+    if not per_node and world_size > DEFAULT_DEVICES_PER_NODE:
+        return [f"Planned with {DEFAULT_DEVICES_PER_NODE} devices per node, since nothing says otherwise; {cure}"]
+    return []
 
 
 def _several(flags: PlanFlags) -> str:

@@ -74,8 +74,9 @@ def find_parts(patterns: Sequence[str], file_format: str = "auto") -> list[Part]
             continue
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not found:
-            raise DataError(f"--input {pattern} does not exist" +
-                            (" (no file matches)." if glob.has_magic(pattern) else "."))
+            matched = " (no file matches)" if glob.has_magic(pattern) else ""
+            raise DataError(f"--input {pattern} does not exist{matched}: give files, directories or quoted patterns; "
+                            f"relative paths start at {os.getcwd()}.")
         for path in found:
             parts += _parts_below(path, file_format) if os.path.isdir(path) else [_part(path, file_format)]
     if sum(part.path == STDIN for part in parts) > 1:

@@ -77,6 +77,16 @@ def test_without_a_launcher_one_copy_of_the_model_is_planned(capsys: pytest.Capt
     assert "layout: 8 ranks" in shown and "--world-size N plans for more" in shown
 
 
+@pytest.mark.parametrize("launched,more,said", [
+    (1, "", "1 device per node, since the launcher starts 1 process on this node"),
+    (0, "", "8 devices per node, since nothing says otherwise"), (1, "--devices-per-node 4", "")])
+def test_it_says_where_the_devices_of_a_node_come_from(launched: int, more: str, said: str,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(PlanFlags(world_size=16), [*SPLIT_FLAGS, *more.split()], 1, launched) == 0
+    shown = capsys.readouterr().out
+    assert said in shown and ("--devices-per-node N plans for other nodes" in shown) == bool(said)
+
+
 @pytest.mark.parametrize("flags,world", [(PlanFlags(world_size=16), 1), (PlanFlags(), 16)])
 def test_a_given_number_counts(flags: PlanFlags, world: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry_run(flags, SPLIT_FLAGS, world) == 0
