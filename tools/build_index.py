@@ -5,8 +5,9 @@ usage: build_index.py [--world-size N] FLAGS OF pretrain_gpt.py
 
 Example:
 
-    python tools/build_index.py --world-size 64 --data-path 0.3 data/code 0.7 data/books --seq-length 131072 \\
-        --micro-batch-size 1 --global-batch-size 64 --train-iters 1000 --data-cache-path /shared/index FURTHER FLAGS
+    python tools/build_index.py --world-size 64 --model-preset llama3-8b --data-path data/corpus_text_document \\
+        --tokenizer-type NullTokenizer --vocab-size 50257 --split 95,5,0 --seq-length 1024 --global-batch-size 64 \\
+        --train-iters 100 --lr 1e-4 --data-cache-path shared/index
 
 Give the flags of the run as they are. The order of the samples depends on the data, the seed, --split, --seq-length and
 the number of samples, which follows from the batch size and the iterations. A run with the same flags then finds its

@@ -87,15 +87,16 @@ class IndexCache:
 
 
 def _load(entry: str) -> Arrays | None:
+    # An entry gets its name when it is complete. So a file that is missing later is damage, not a build under way.
+    if not os.path.isdir(entry):
+        return None
     try:
         with open(os.path.join(entry, DESCRIPTION)) as file:
             shapes = json.load(file)["arrays"]
         arrays = {name: _read(os.path.join(entry, name + ".npy")) for name in shapes}
         if wrong := [name for name, array in arrays.items() if _shape_of(array) != shapes[name]]:
             raise ValueError(f"{wrong[0]}.npy holds another array than was stored")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if not os.path.isdir(entry):
-            return None
+    except FileNotFoundError as error:
         raise _damaged(entry, f"{os.path.basename(error.filename)} is missing") from None
     except OSError as error:
         raise DataError(f"The index cache {entry} cannot be read: {reason_of(error)}.") from None

@@ -42,7 +42,7 @@ EXAMPLES += [line for document in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with what the examples read: a corpus, a tokenizer, a token set, two runs."""
+    """Make a directory with what the examples read: a corpus, a tokenizer, token sets and runs."""
     folder = tmp_path_factory.mktemp("examples")
     text = " ".join(f"word{number % 97} and, {number}\n" for number in range(6000))
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text[start:]}) + "\n" for start in range(9)))
@@ -52,7 +52,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for ending in (".bin", ".idx"):
         shutil.copy(f"{ROOT}/tests/fixtures/bin/gpt2_small_a_eod_text_document{ending}",
                     folder / "data" / f"corpus_text_document{ending}")
-    for name in ("a", "b"):
+        shutil.copy(f"{ROOT}/tests/fixtures/bin/gpt2_small_a_eod_text_document{ending}",
+                    folder / "data" / f"corpus_00001-of-00008_text_document{ending}")
+    for name in ("a", "b", "one_process", "ulysses"):
         (folder / "runs" / name).mkdir(parents=True)
         rows = [{"iteration": i, "consumed_tokens": 64 * i, "consumed_samples": i, "lm_loss": 5 / i} for i in (1, 2, 3)]
         (folder / "runs" / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
