@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -66,6 +66,42 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             for rank in ranks:
                 rank.kill()
     raise AssertionError(f"{getattr(fn, '__name__', fn)} on {world_size} ranks\n" + "\n".join(reports))
+
+
+def kill_ranks(fn: Callable[..., Any], world_size: int, *args: Any, wait_until: Callable[[], None],
+               victims: Sequence[int] = (), timeout: float = 60) -> bool:
+    """Call ``fn(*args)`` on new ranks and kill them (SIGKILL) at a moment that the caller chooses.
+
+    Args:
+        wait_until: returns at the moment of the kill.
+        victims: ranks to kill at that moment; none: all. The others must then end by themselves.
+        timeout: seconds that these others may take.
+
+    Returns:
+        whether the ranks had finished before they were killed
+
+    Raises:
+        AssertionError: a rank whose peer was killed does not end.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks_") as directory:
+        ranks = [_Rank(rank, world_size, Path(directory)) for rank in range(world_size)]
+        try:
+            message = pickle.dumps((fn, args))
+            for rank in ranks:
+                rank.connection.send_bytes(message)
+            wait_until()
+            finished = all(rank.connection.poll() for rank in ranks)
+            dying = [ranks[number] for number in victims] or ranks
+            for rank in dying:
+                rank.process.kill()
+            survivors = [rank for rank in ranks if rank not in dying]
+            late = _collect(survivors, time.monotonic() + timeout)[2]
+            reports = _places(late, f"did not end within {timeout:g} s after its peer was killed")
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert not reports, "\n".join(reports)
+    return finished
 
 
 class _Rank:
