@@ -82,9 +82,9 @@ MUTANTS = {
     "chunks do not see the first one": Mutant(
         "model/attention/chunk_attention.py", "for number in range(past.number) if",
         "for number in range(1, past.number) if", 1, CHUNKS, "loss"),
-    "gradients of the first chunk alone": Mutant(
-        "train/chunk_recurrence.py", "for number in reversed(range(count))]", "for number in range(1)]", 1, CHUNKS,
-        "loss"),
+    "gradients of the last chunk alone": Mutant(
+        "train/chunk_recurrence.py", "for number in reversed(range(start, stop - 1))]", "for number in range(0)]", 1,
+        CHUNKS, "loss"),
     "tokens of one rank as denominator": Mutant(
         "train/train_step.py", "sum(batch.num_valid for batch in microbatches), \"fsdp\"",
         "sum(batch.num_valid for batch in microbatches), \"tp\"", 2, U2, "loss"),

@@ -78,7 +78,7 @@ def check_attention(channels: tuple[Channel, Channel]) -> None:
         for channel in channels:
             exchange = UlyssesExchange(channel, split)
             mine = [x.chunk(size, 1)[rank].clone().requires_grad_() for x in whole]
-            out = UlyssesAttention(core or (lambda q, k, v: q), exchange)(*mine)
+            out = UlyssesAttention(core or (lambda q, k, v, **_: q), exchange)(*mine)
             weight = torch.arange(float(out.shape[1]), dtype=torch.float64)[:, None, None]
             gradients = torch.autograd.grad((out * weight).sum(), mine, allow_unused=True)
             found.append([out, *(grad for grad in gradients if grad is not None),
