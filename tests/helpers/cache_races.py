@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,7 @@ from megatron_sp.config.schema import Data
 from megatron_sp.data.build import build_datasets
 from megatron_sp.data.gpt_dataset import GPTDataset
 from megatron_sp.data.index_cache import IndexCache
-
-#: Audit events that CPython raises just before a system call on files.
-EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.scandir"}
-
-#: Exit code of a child that was killed before it had finished.
-KILLED = 9
+from tests.helpers.kills import KILLED, run_until_change
 
 
 def start_together(work: Path, words: list[str], processes: int, rounds: int) -> list[dict[str, int]]:
@@ -94,21 +90,7 @@ def _kill(work: Path) -> int:
     number, code = 0, KILLED
     while code == KILLED:
         cache = IndexCache(str(work / str(number)))
-        child = os.fork()
-        if child == 0:
-            left = number
-
-            def count(event: str, _: object) -> None:
-                nonlocal left
-                if event in EVENTS:
-                    if left == 0:
-                        os._exit(KILLED)
-                    left -= 1
-
-            sys.addaudithook(count)
-            cache.get({"a": 1}, _arrays)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        code = run_until_change(number, partial(cache.get, {"a": 1}, _arrays))
         cache.get({"a": 1}, _arrays)
         number += 1
     return number

@@ -11,13 +11,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_sp.checkpoint import files, writing
 
 #: Audit events that CPython raises just before a system call on files.
-EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.scandir", "os.utime"}
+EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.scandir", "os.utime", "os.chmod"}
 
 #: Exit code of a child that was killed before it had finished.
 KILLED = 9
@@ -39,26 +41,37 @@ def killed_saves(source: Path, work: Path, iteration: int, text: str) -> list[Pa
     return [work / str(number) for number in range(int(result.stdout))]
 
 
+def run_until_change(number: int, work: Callable[[], object]) -> int:
+    """Call ``work`` in a forked child that ends just before its file system change ``number`` (from 0).
+
+    Call it in a process with one thread, because the child is a fork.
+
+    Returns:
+        ``KILLED``, or the child's exit code when it finished before.
+    """
+    child = os.fork()
+    if child == 0:
+        left = number
+
+        def count(event: str, _: Any) -> None:
+            nonlocal left
+            if event in EVENTS:
+                if left == 0:
+                    os._exit(KILLED)
+                left -= 1
+
+        sys.addaudithook(count)
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def _main(source: str, work: str, iteration: str, text: str) -> None:
     number, code = 0, KILLED
     while code == KILLED:
         directory = Path(work) / str(number)
         shutil.copytree(source, directory)
-        child = os.fork()
-        if child == 0:
-            left = number
-
-            def count(event: str, _: Any) -> None:
-                nonlocal left
-                if event in EVENTS:
-                    if left == 0:
-                        os._exit(KILLED)
-                    left -= 1
-
-            sys.addaudithook(count)
-            save(directory, int(iteration), text)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        code = run_until_change(number, partial(save, directory, int(iteration), text))
         number += 1
     assert code == 0, f"the save failed in try {number - 1}"
     print(number)
