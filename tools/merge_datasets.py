@@ -81,7 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
     prefixes = find_prefixes(arguments.input, arguments.output_prefix)
-    with progress_bar(unit=" tokens", unit_scale=True, desc=f"joining {len(prefixes)} sets") as bar:
+    # The delay keeps the bar away from errors about the sets, which are opened first.
+    with progress_bar(unit=" tokens", unit_scale=True, desc=f"joining {len(prefixes)} sets", delay=1) as bar:
         merged = merge_token_sets(prefixes, arguments.output_prefix, arguments.checksum, bar.update)
     print(f"{arguments.output_prefix}: {len(prefixes)} sets, {merged.num_documents:,} documents, {merged.num_tokens:,} "
           "tokens")
