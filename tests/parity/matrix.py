@@ -25,10 +25,15 @@ AXES: dict[str, tuple[object, ...]] = {
     "masked": ("nothing", "eod", "late half", "ragged"), "exchange": ("collectives", "memory", "overlapped"),
     "chunks": (1, 4),
     "documents": ("joined", "by index", "by eod"),
+    "attention": ("to all", "in a window", "in windows and to all"),
 }
 #: The flags that separate documents, in each way; they change what is computed, in one process too.
 DOCUMENTS = {"joined": "", "by index": " --reset-position-ids --reset-attention-mask",
              "by eod": " --reset-position-ids --reset-attention-mask --document-boundaries eod"}
+#: The flags that say which earlier tokens a token attends to. In the last way every second layer has no window. The
+#: windows end inside a chunk, inside a document and inside the tokens of a rank, and one is longer than a chunk.
+ATTENTION = {"to all": "", "in a window": " --window-size 5", "in windows and to all":
+             " --window-size 11 --window-attn-skip-freq 2"}
 #: The flags of each way to exchange tensors: through collectives, as on GPUs; through memory that CPU ranks share; and
 #: through collectives that overlap with computation.
 EXCHANGE = {"collectives": " --no-shared-memory", "memory": "", "overlapped":
@@ -42,7 +47,7 @@ Pair = tuple[tuple[int, object], ...]
 
 STAGES_PER_RANK = {"none": 1, "1f1b": 1, "zero-bubble": 1}  # all other schedules: 2
 #: For each number of ranks, how many random layouts ``chosen`` picks from.
-CANDIDATES = {2: 150, 4: 400, 8: 250}
+CANDIDATES = {2: 300, 4: 800, 8: 500}
 SIZE = "--hidden-size 32 --num-attention-heads 8 --seq-length 32 --global-batch-size 8 " \
        "--make-vocab-size-divisible-by 6"
 STYLE = {"llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
@@ -101,7 +106,7 @@ def case(layout: Layout) -> Case:
     words += ["--sequence-chunk-size 8"] if at["chunks"] != 1 else []
     model = f"{STYLE[str(at['style'])]} {SIZE} --num-layers {layers} --num-key-value-heads {at['kv_heads']}"
     model += "" if at["tied"] else " --untie-embeddings-and-output-weights"
-    model += DOCUMENTS[str(at["documents"])]
+    model += DOCUMENTS[str(at["documents"])] + ATTENTION[str(at["attention"])]
     return Case(name(layout), world_size(layout), " ".join(words), "none", model, str(at["masked"]))
 
 
@@ -115,7 +120,7 @@ def name(layout: Layout) -> str:
     words += ["an extra layer"] if at["extra_layers"] else []
     return ", ".join([*degrees, f"zero {at['zero']}", *words, f"micro-batch {at['micro_batch']}", str(at["style"]),
                       f"{at['kv_heads']} of 8 kv heads", f"{at['masked']} masked", str(at["exchange"]),
-                      f"documents {at['documents']}"])
+                      f"documents {at['documents']}", f"attention {at['attention']}"])
 
 
 def draw(generator: random.Random, world: int | None = None) -> Layout:
@@ -156,7 +161,8 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
 
     On the Ulysses axis the heads may be no multiple of the ranks, and on the tensor axis the key/value heads.
     """
-    at = {name: generator.choice(AXES[name]) for name in ("zero", "tied", "style", "masked", "exchange", "documents")}
+    at = {name: generator.choice(AXES[name]) for name in ("zero", "tied", "style", "masked", "exchange", "documents",
+                                                            "attention")}
     heads, kv, layers, batch, words = 4, generator.choice((1, 2, 4)), 2, 4, [
         f"{SIZED_AXES[axis]} {size}" if SIZED_AXES[axis] else ""]
     schedule = "none"
@@ -189,9 +195,10 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
     model = (f"{style} --hidden-size 32 --kv-channels 8 --num-attention-heads {heads} --num-key-value-heads {kv} "
              f"--num-layers {layers} --seq-length {length} --global-batch-size {batch} "
              "--make-vocab-size-divisible-by 6")
-    model += ("" if at["tied"] else " --untie-embeddings-and-output-weights") + DOCUMENTS[str(at["documents"])]
+    model += ("" if at["tied"] else " --untie-embeddings-and-output-weights")
+    model += DOCUMENTS[str(at["documents"])] + ATTENTION[str(at["attention"])]
     about = ", ".join([f"{axis} {size}", *words[1:], str(at["style"]), f"{kv} of {heads} kv heads",
-                       f"documents {at['documents']}"])
+                       f"documents {at['documents']}", f"attention {at['attention']}"])
     return Case(f"{about}, {at['masked']} masked",
                 size, " ".join(words), "none", model, str(at["masked"]))
 
@@ -212,13 +219,12 @@ def pairs(layout: Layout) -> Iterator[Pair]:
 @cache
 def chosen() -> tuple[Layout, ...]:
     """Pick 10 layouts of 8 ranks, 30 of 4 and 10 of 2: each the one with most pairs of values that are rare so far."""
-    generator, met = random.Random(11), Counter[Pair]()
+    generator, met = random.Random(12), Counter[Pair]()
     picked: list[Layout] = []
     for world, count in ((8, 10), (4, 30), (2, 10)):
-        pool = list(dict.fromkeys(draw(generator, world) for _ in range(CANDIDATES[world])))
+        pool = {layout: list(pairs(layout)) for layout in (draw(generator, world) for _ in range(CANDIDATES[world]))}
         for _ in range(count):
-            best = max(pool, key=lambda layout: sum(0.25 ** met[pair] for pair in pairs(layout)))
-            pool.remove(best)
-            met.update(pairs(best))
+            best = max(pool, key=lambda layout: sum(0.25 ** met[pair] for pair in pool[layout]))
+            met.update(pool.pop(best))
             picked.append(best)
     return tuple(picked)
