@@ -20,23 +20,24 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """A layer with pre-norm attention and pre-norm SwiGLU."""
+    """A layer with pre-norm attention and pre-norm SwiGLU; ``kv_heads``: key/value heads, 0 for as many as heads."""
 
-    def __init__(self, hidden: int, heads: int, ffn: int):
+    def __init__(self, hidden: int, heads: int, ffn: int, kv_heads: int = 0):
         super().__init__()
-        self.heads = heads
+        self.width, self.is_grouped = hidden // heads, kv_heads not in (0, heads)
         self.input_norm, self.post_norm = nn.RMSNorm(hidden, eps=1e-5), nn.RMSNorm(hidden, eps=1e-5)
-        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.q, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(hidden, (kv_heads or heads) * self.width, bias=False) for _ in range(2))
         self.gate, self.up = nn.Linear(hidden, ffn, bias=False), nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return the output of the layer, ``[b, s, h]``, for the input x, ``[b, s, h]``."""
         normed = self.input_norm(x)
-        q, k, v = (project(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # -> [b, n, s, d]
+        q, k, v = (project(normed).unflatten(-1, (-1, self.width)).transpose(1, 2)  # -> [b, n, s, d]
                    for project in (self.q, self.k, self.v))
         q, k = (y * cos + rotate_half(y) * sin for y in (q, k))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_grouped)
         x = x + self.o(o.transpose(1, 2).flatten(2))  # [b, n, s, d] -> [b, s, h]
         normed = self.post_norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
