@@ -23,6 +23,9 @@ ORDERS_DATA = ("seed", "split", "data_path", "train_data_path", "dataset_provide
 MAY_CHANGE = (
     ("model", "rotary_base"), ("model", "rotary_percent"), ("model", "rotary_seq_len_interpolation_factor"),
     ("model", "use_rope_scaling"), ("model", "rope_scaling_factor"), ("model", "norm_epsilon"),
+    *(("model", name) for name in ("rope_scaling_type", "rotary_scaling_factor", "original_max_position_embeddings",
+                                   "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
+                                   "mscale", "mscale_all_dim", "yarn_attention_factor")),
     ("model", "hidden_dropout"), ("model", "attention_dropout"), ("model", "attention_pattern"),
     ("model", "window_size"), ("model", "window_attn_skip_freq"), ("data", "seq_length"), ("data", "split"),
     ("data", "data_path"), ("data", "train_data_path"), ("data", "dataset_provider"), ("data", "dataset_arguments"),

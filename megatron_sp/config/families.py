@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_sp.config.rope_parameters import read_rotary, write_rotary
 from megatron_sp.config.schema import Model
 from megatron_sp.layout.windows import layer_windows
 
 CONFIG = "config.json"
-#: Settings of Llama 3's rule for rotary frequencies that ``--use-rope-scaling`` computes with (``model/rotary.py``).
-LLAMA3_RULE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 #: Names of activations in config.json -> ours. ``gelu_new`` and ``gelu_pytorch_tanh`` are the tanh approximation.
 PLAIN_ACTIVATIONS = {"gelu_new": "openai_gelu", "gelu_pytorch_tanh": "openai_gelu", "gelu": "gelu",
                      "quick_gelu": "quick_gelu", "relu2": "squared_relu"}
@@ -76,44 +75,11 @@ class Family:
     ignored: tuple[str, ...] = field(default=("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias"))
 
 
-# --- rotary positions ---------------------------------------------------------------------------------------------
-
-def _rotary(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return base and scaling of the rotary positions; transformers 5 writes other keys for them than 4."""
-    rope = config.get("rope_parameters") or {}
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        return {}, ["rope_parameters differ from layer to layer, and one rule for all layers is supported"]
-    scaling = {**(config.get("rope_scaling") or {}), **rope}
-    fields: dict[str, Any] = {"rotary_base": float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) or 1.0
-    problems = [f"partial_rotary_factor {share} is not supported in this family"] if share != 1.0 else []
-    if kind == "llama3":
-        problems += [f"{key} {scaling.get(key)} of the llama3 rope scaling is not supported; only {value:g} is"
-                     for key, value in LLAMA3_RULE.items() if scaling.get(key) != value]
-        fields |= {"use_rope_scaling": True, "rope_scaling_factor": float(scaling.get("factor", 8.0))}
-    elif kind == "linear":
-        fields["rotary_seq_len_interpolation_factor"] = float(scaling.get("factor", 1.0))
-    elif kind != "default":
-        problems.append(f"rope scaling of the type {kind!r} is not supported; default, linear and llama3 are")
-    return fields, problems
-
-
-def _write_rotary(model: Model) -> dict[str, Any]:
-    """Return the keys for rotary positions in the form that all versions of transformers read."""
-    scaling: dict[str, Any] | None = None
-    if model.use_rope_scaling:
-        scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3_RULE}
-    elif model.rotary_seq_len_interpolation_factor != 1.0:
-        scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
-    return {"rope_theta": model.rotary_base, "rope_scaling": scaling}
-
-
 # --- what is special in a family ----------------------------------------------------------------------------------
 
 def _llama(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Biases: Llama's config can give them to attention and feed-forward layers separately, we only to both."""
-    fields, problems = _rotary(config)
+    fields, problems = read_rotary(config)
     attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if attention != mlp:
         problems.append(f"attention_bias {attention} with mlp_bias {mlp} is not supported; both must be equal")
@@ -121,12 +87,12 @@ def _llama(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _write_llama(model: Model) -> dict[str, Any]:
-    return {**_write_rotary(model), "attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+    return {**write_rotary(model), "attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
 
 
 def _windowed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Rotary positions, and the window of the layers that have one."""
-    fields, problems = _rotary(config)
+    fields, problems = read_rotary(config)
     window, layers = sliding_window(config), int(config.get("num_hidden_layers", 32))
     if not window:
         return fields, problems
@@ -150,12 +116,12 @@ def _write_windows(model: Model) -> dict[str, Any]:
 
 
 def _write_mistral(model: Model) -> dict[str, Any]:
-    return {**_write_rotary(model), "sliding_window": max(layer_windows(model)) or None}
+    return {**write_rotary(model), "sliding_window": max(layer_windows(model)) or None}
 
 
 def _write_qwen(model: Model) -> dict[str, Any]:
     windows = layer_windows(model)
-    return {**_write_rotary(model), "use_sliding_window": any(windows),
+    return {**write_rotary(model), "use_sliding_window": any(windows),
             **(_write_windows(model) | {"max_window_layers": windows.index(max(windows))} if any(windows) else {})}
 
 

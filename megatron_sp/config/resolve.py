@@ -97,13 +97,16 @@ def _pipeline(parallel: Parallel, num_layers: int) -> Parallel:
 
 def _model(model: Model, data: Data) -> Model:
     heads, hidden = model.num_attention_heads, model.hidden_size
+    positions, original = model.max_position_embeddings or data.seq_length, model.original_max_position_embeddings
+    stretched = positions / original if model.rope_scaling_type and 0 < original <= positions else 0.0
     return replace(
         model,
         num_query_groups=model.num_query_groups or heads,
         kv_channels=model.kv_channels or (hidden // heads if heads > 0 else 0),
         ffn_hidden_size=model.ffn_hidden_size or (default_ffn_hidden_size(hidden, model.is_gated) if hidden else 0),
         attention_pattern=model.attention_pattern or ("sliding-window" if model.window_size else "causal"),
-        max_position_embeddings=model.max_position_embeddings or data.seq_length,
+        max_position_embeddings=positions,
+        rotary_scaling_factor=model.rotary_scaling_factor or stretched,
         embedding_init_method_std=model.embedding_init_method_std or (
             0.0 if model.init_method_xavier_uniform else model.init_method_std))
 

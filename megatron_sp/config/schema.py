@@ -11,6 +11,7 @@ carry the axis name here (``tp``, ``pp``, ``ulysses``, ``ring``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,8 +52,9 @@ class Model:
                                 "--ffn-hidden-size", "--intermediate-size")
     max_position_embeddings: int = flag(0, "Longest position the model can encode; default: seq-length.")
     position_embedding_type: str = flag("learned_absolute", "How the model knows positions: by learned embeddings, "
-                                                            "rotary embeddings (rope), or not at all.",
-                                        choices=("learned_absolute", "rope", "none"))
+                                                            "rotary embeddings (rope), or not at all. yarn means rope "
+                                                            "with --rope-scaling-type yarn, as in Megatron.",
+                                        choices=("learned_absolute", "rope", "yarn", "none"))
     rotary_base: float = flag(10000.0, "Base of the rotary frequencies (theta).",
                               "--rotary-base", "--rotary-position-embeddings-theta")
     rotary_percent: float = flag(1.0, "Share of each head's width to which rotary embeddings apply, above 0 and at "
@@ -64,6 +66,27 @@ class Model:
                                                       "--rotary-seq-len-interpolation-factor", "--rotary-scale-factor")
     use_rope_scaling: bool = flag(False, "Scale rotary frequencies by the Llama-3.1 rule.")
     rope_scaling_factor: float = flag(8.0, "Factor by which --use-rope-scaling lengthens the context.")
+    rope_scaling_type: str = flag("", "Scale rotary frequencies so that a model can be used on longer sequences than "
+                                      "it was trained on: ntk (a larger rotary base, NTK-aware) or yarn (slow "
+                                      "frequencies are divided by the factor, fast ones kept, and attention gets a "
+                                      "temperature); default: not at all.", choices=("ntk", "yarn"))
+    rotary_scaling_factor: float = flag(0.0, "Factor by which --rope-scaling-type lengthens the context; default: "
+                                             "max-position-embeddings / original-max-position-embeddings.")
+    original_max_position_embeddings: int = flag(
+        0, "Longest position of the training before --rope-scaling-type; yarn needs it.",
+        "--original-max-position-embeddings", "--yarn-original-max-position-embeddings")
+    yarn_beta_fast: float = flag(32.0, "YaRN keeps frequencies that turn at least this often within the original "
+                                       "context.", "--yarn-beta-fast", "--beta-fast")
+    yarn_beta_slow: float = flag(1.0, "YaRN divides frequencies by the whole factor that turn at most this often "
+                                      "within the original context.", "--yarn-beta-slow", "--beta-slow")
+    yarn_correction_range_round_to_int: bool = flag(
+        True, "Do not round the range of pairs in which YaRN changes from kept to divided frequencies to whole pairs.",
+        off="--no-yarn-correction-range-round-to-int")
+    mscale: float = flag(1.0, "YaRN multiplies cosines and sines by (0.1 mscale ln(factor) + 1) / (0.1 mscale-all-dim "
+                              "ln(factor) + 1).", "--mscale", "--yarn-mscale")
+    mscale_all_dim: float = flag(0.0, "See --mscale.", "--mscale-all-dim", "--yarn-mscale-all-dim")
+    yarn_attention_factor: float = flag(0.0, "Multiply cosines and sines by this number under YaRN; default: as "
+                                             "--mscale says.")
     normalization: str = flag("LayerNorm", "Kind of the norm layers.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, "Number that the norm layers add to the variance.",
                                 "--norm-epsilon", "--layernorm-epsilon")
@@ -104,6 +127,29 @@ class Model:
     @property
     def head_dim(self) -> int:
         return self.kv_channels
+
+    @property
+    def rotary_width(self) -> int:
+        """Return the number of elements of each head that are rotated."""
+        return int(self.head_dim * self.rotary_percent) // 2 * 2
+
+    @property
+    def scaled_rotary_base(self) -> float:
+        """Return the base of the rotary frequencies: ``rotary_base``, which NTK-aware scaling makes larger.
+
+        The fastest pair then keeps its frequency, and the slowest one gets its frequency divided by the factor.
+        """
+        if self.rope_scaling_type != "ntk":
+            return self.rotary_base
+        return self.rotary_base * self.rotary_scaling_factor ** (self.rotary_width / (self.rotary_width - 2))
+
+    @property
+    def rotary_attention_factor(self) -> float:
+        """Return what cosines and sines are multiplied by; its square multiplies every attention score."""
+        if self.rope_scaling_type != "yarn" or self.yarn_attention_factor:
+            return self.yarn_attention_factor if self.rope_scaling_type == "yarn" else 1.0
+        grows = math.log(max(self.rotary_scaling_factor, 1.0))
+        return (0.1 * self.mscale * grows + 1) / (0.1 * self.mscale_all_dim * grows + 1)
 
     @property
     def is_gated(self) -> bool:

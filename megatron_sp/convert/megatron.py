@@ -193,7 +193,7 @@ def model_fields(checkpoint: MegatronCheckpoint) -> tuple[dict[str, Any], list[s
     groups = args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_key_value_heads")
     if isinstance(groups, int) and groups > 0:
         fields["num_query_groups"] = groups
-    fields |= _window(args)
+    fields |= _window(args) | _yarn(args)
     fields["normalization"] = "RMSNorm" if "rms" in str(args.get("normalization", "")).lower() else "LayerNorm"
     fields["activation"] = next((name for name in _ACTIVATIONS if args.get(name)), "gelu")
     if fields["activation"] == "gelu" and args.get("bias_gelu_fusion") and fields.get("add_bias_linear", True):
@@ -211,10 +211,29 @@ def _window(args: dict[str, Any]) -> dict[str, Any]:
     return {"window_size": pair[0] + 1} | ({"window_attn_skip_freq": str(skipped)} if skipped else {})
 
 
+#: Our field of YaRN -> Megatron's names of its argument, among which the first that is set counts.
+_YARN = {
+    "rotary_scaling_factor": ("yarn_rotary_scaling_factor", "rotary_scaling_factor"),
+    "original_max_position_embeddings": ("yarn_original_max_position_embeddings", "original_max_position_embeddings"),
+    "yarn_beta_fast": ("yarn_beta_fast", "beta_fast"), "yarn_beta_slow": ("yarn_beta_slow", "beta_slow"),
+    "mscale": ("yarn_mscale", "mscale"), "mscale_all_dim": ("yarn_mscale_all_dim", "mscale_all_dim"),
+    "yarn_correction_range_round_to_int": ("yarn_correction_range_round_to_int",)}
+
+
+def _yarn(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of YaRN, where the model has it. Megatron's arguments of YaRN have values in every model."""
+    if args.get("position_embedding_type") != "yarn":
+        return {}
+    found = {name: next((args[theirs] for theirs in names if args.get(theirs) is not None), None)
+             for name, names in _YARN.items()}
+    return {"rope_scaling_type": "yarn"} | {
+        name: type(getattr(Model, name))(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
 def _positions(args: dict[str, Any]) -> tuple[str, str]:
     """Return the kind of position embedding, and a problem or ""."""
     said = args.get("position_embedding_type")
-    if args.get("use_rotary_position_embeddings") or said == "rope":
+    if args.get("use_rotary_position_embeddings") or said in ("rope", "yarn"):
         return "rope", ""
     if said in ("none", "learned_absolute"):
         return said, ""

@@ -20,16 +20,14 @@ LLAMA3_LOW_FREQUENCY, LLAMA3_HIGH_FREQUENCY, LLAMA3_ORIGINAL_CONTEXT = 1.0, 4.0,
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-def rotary_width(model: Model) -> int:
-    """Return the number of elements of each head that are rotated."""
-    return int(model.head_dim * model.rotary_percent) // 2 * 2
-
-
 def frequencies(model: Model, device: torch.device) -> torch.Tensor:
     """Return the radians per position of each rotated pair, fp64 [rotary_width/2]."""
-    width = rotary_width(model)
+    width = model.rotary_width
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
-    freqs = model.rotary_base ** -exponents
+    freqs = model.scaled_rotary_base ** -exponents
+    if model.rope_scaling_type == "yarn":
+        kept = _kept_by_yarn(model, device)
+        freqs = kept * freqs + (1 - kept) * freqs / model.rotary_scaling_factor
     if model.use_rope_scaling:
         periods = LLAMA3_ORIGINAL_CONTEXT * freqs / (2 * math.pi)  # number of periods in the original context
         share = (periods - LLAMA3_LOW_FREQUENCY) / (LLAMA3_HIGH_FREQUENCY - LLAMA3_LOW_FREQUENCY)
@@ -38,8 +36,28 @@ def frequencies(model: Model, device: torch.device) -> torch.Tensor:
     return freqs / model.rotary_seq_len_interpolation_factor
 
 
+def _kept_by_yarn(model: Model, device: torch.device) -> torch.Tensor:
+    """Return the share of each pair's frequency that YaRN (Peng et al., arXiv 2309.00071) keeps, fp64 [rotary_width/2].
+
+    It is 1 for pairs that turn more than ``yarn_beta_fast`` times within the original context, 0 for those that turn
+    less than ``yarn_beta_slow`` times, and falls linearly with the number of the pair in between.
+    """
+    width = model.rotary_width
+
+    def pair_that_turns(times: float) -> float:
+        reach = model.original_max_position_embeddings / (times * 2 * math.pi)
+        return width * math.log(reach) / (2 * math.log(model.rotary_base))
+
+    first, last = pair_that_turns(model.yarn_beta_fast), pair_that_turns(model.yarn_beta_slow)
+    if model.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    pairs = torch.arange(width // 2, dtype=torch.float64, device=device)
+    return 1 - ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
+
+
 def rotation(model: Model, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-    """Return cosines and sines of every token's angles.
+    """Return cosines and sines of every token's angles, times the attention factor of YaRN.
 
     Args:
         positions: int64 [b, t]
@@ -49,7 +67,9 @@ def rotation(model: Model, positions: torch.Tensor, dtype: torch.dtype) -> Rotat
     """
     angles = positions.to(torch.float64).unsqueeze(-1) * frequencies(model, positions.device)
     wide = torch.promote_types(dtype, torch.float32)
-    return angles.cos().to(wide).unsqueeze(2), angles.sin().to(wide).unsqueeze(2)
+    factor = model.rotary_attention_factor
+    cos, sin = (part if factor == 1.0 else part * factor for part in (angles.cos(), angles.sin()))
+    return cos.to(wide).unsqueeze(2), sin.to(wide).unsqueeze(2)
 
 
 #: Elements rotated at a time. A CPU piece stays in a core's cache; a GPU piece is large enough to keep the GPU busy.

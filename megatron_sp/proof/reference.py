@@ -327,7 +327,8 @@ def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
     """
     turned = int(x.shape[-1] * model.rotary_percent)
     angles = positions.double()[..., None] * rotary_frequencies(turned, model)  # [B, s, turned/2]
-    cos, sin = (part.to(x.dtype).unsqueeze(2) for part in (angles.cos(), angles.sin()))
+    length = _yarn_length(model)
+    cos, sin = (length * part.to(x.dtype).unsqueeze(2) for part in (angles.cos(), angles.sin()))
     if model.rotary_interleaved:
         first, second = x[..., 0:turned:2], x[..., 1:turned:2]
     else:
@@ -340,11 +341,24 @@ def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
     return torch.cat((rotated, x[..., turned:]), dim=-1)
 
 
+def _yarn_length(model: Model) -> float:
+    """Return how long YaRN makes a rotated pair: the scores of attention are multiplied by the square."""
+    if model.rope_scaling_type != "yarn":
+        return 1.0
+    above, below = (1 + scale * 0.1 * math.log(model.rotary_scaling_factor)
+                    for scale in (model.mscale, model.mscale_all_dim))
+    return model.yarn_attention_factor or above / below
+
+
 def rotary_frequencies(turned: int, model: Model) -> Tensor:
     """Return the frequency ``base^(-2j/turned)`` of each pair j of channels: ``[turned/2]`` fp64 radians per position.
 
     With Llama-3.1 scaling, a wavelength above 8192 tokens is multiplied by the factor, and one below 2048 is kept. In
     between the frequencies are interpolated by how many wavelengths fit into 8192 tokens (1 to 4).
+
+    NTK-aware scaling divides the frequency of pair j by factor^(j / (number of pairs - 1)). YaRN divides it by the
+    factor from that pair on whose wavelength is the original context / ``yarn_beta_slow``, keeps it up to the pair of
+    the original context / ``yarn_beta_fast``, and interpolates in between by the number of the pair.
 
     Args:
         turned: number of channels that are rotated.
@@ -353,6 +367,16 @@ def rotary_frequencies(turned: int, model: Model) -> Tensor:
     frequencies = []
     for pair in range(turned // 2):
         frequency = model.rotary_base ** (-2 * pair / turned)
+        if model.rope_scaling_type == "ntk":
+            frequency /= model.rotary_scaling_factor ** (pair / (turned / 2 - 1))
+        if model.rope_scaling_type == "yarn":
+            fast, slow = (math.log(model.original_max_position_embeddings / (2 * math.pi * beta), model.rotary_base)
+                          * turned / 2 for beta in (model.yarn_beta_fast, model.yarn_beta_slow))
+            if model.yarn_correction_range_round_to_int:
+                fast, slow = math.floor(fast), math.ceil(slow)
+            fast, slow = max(fast, 0), min(slow, turned - 1)
+            keep = 1 - min(max((pair - fast) / (slow - fast if slow != fast else 0.001), 0.0), 1.0)
+            frequency *= keep + (1 - keep) / model.rotary_scaling_factor
         if model.use_rope_scaling:
             turns = 8192 * frequency / (2 * math.pi)
             keep = min(max((turns - 1) / (4 - 1), 0.0), 1.0)

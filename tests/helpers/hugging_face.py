@@ -12,6 +12,7 @@ _SHAPE: dict[str, Any] = dict(vocab_size=97, hidden_size=48, intermediate_size=5
                               num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=64)
 _LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
                original_max_position_embeddings=8192)
+_YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=16)
 
 #: Name -> class of the configuration, and its values.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -21,7 +22,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         rope_type="linear", factor=4.0, rope_theta=10000.0))),
     "mistral": ("MistralConfig", _SHAPE | dict(num_key_value_heads=1, sliding_window=None)),
     "qwen2": ("Qwen2Config", {key: value for key, value in _SHAPE.items() if key != "head_dim"} | dict(
-        num_attention_heads=6, rms_norm_eps=1e-6, tie_word_embeddings=True)),
+        num_attention_heads=6, rms_norm_eps=1e-6, tie_word_embeddings=True, rope_parameters=_YARN)),
     "qwen3": ("Qwen3Config", _SHAPE | dict(num_key_value_heads=3)),
     "gpt2": ("GPT2Config", dict(vocab_size=97, n_embd=48, n_layer=2, n_head=6, n_positions=64)),
 }

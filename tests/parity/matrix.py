@@ -51,7 +51,7 @@ CANDIDATES = {2: 300, 4: 800, 8: 500}
 SIZE = "--hidden-size 32 --num-attention-heads 8 --seq-length 32 --global-batch-size 8 " \
        "--make-vocab-size-divisible-by 6"
 STYLE = {"llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-                  "--ffn-hidden-size 48",
+                  "--ffn-hidden-size 48 --rope-scaling-type yarn --original-max-position-embeddings 16",
          "gpt": "--ffn-hidden-size 64"}
 
 

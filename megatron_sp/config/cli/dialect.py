@@ -18,9 +18,17 @@ FPDT_CHUNK = 65536
 
 def translate_dialect(claims: Claims) -> None:
     """Add what Megatron means and does not say; a note names each such reading once."""
-    for step in (_recomputation, _zero_bubble, _stage_layers, _biases, _chunks, _same_data_twice, _gelu,
+    for step in (_yarn, _recomputation, _zero_bubble, _stage_layers, _biases, _chunks, _same_data_twice, _gelu,
                  _loss_mean, _loss_scale):
         step(claims)
+
+
+def _yarn(claims: Claims) -> None:
+    """Read Megatron's kind of position embedding "yarn" as rotary embeddings with YaRN's scaling."""
+    said = claims.values.get("model.position_embedding_type", {})
+    for spelling in [spelling for spelling, value in said.items() if value == "yarn"]:
+        said[spelling] = "rope"
+        claims.claim("model.rope_scaling_type", "yarn", f"{spelling} yarn")
 
 
 def is_megatrons(claims: Claims) -> bool:

@@ -14,6 +14,9 @@ _KEY = "checkpoint.load_hf"
 #: Fields that the command line may set otherwise than config.json: they change no weight, and users change them to
 #: train on longer sequences or with another dropout.
 MAY_DIFFER = {"rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
+              "rope_scaling_type", "rotary_scaling_factor", "original_max_position_embeddings", "yarn_beta_fast",
+              "yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim",
+              "yarn_attention_factor",
               "max_position_embeddings", "attention_dropout", "hidden_dropout", "attention_pattern", "window_size",
               "window_attn_skip_freq"}
 #: Files of which a directory holds at least one when it holds a tokenizer.

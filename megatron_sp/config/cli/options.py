@@ -22,8 +22,12 @@ SYNONYMS: dict[str, dict[str, str]] = {
 #: of "model.position_embedding_type" has the entry "not supported here; use rope, learned_absolute or none".
 REFUSED_CHOICES: dict[str, dict[str, str]] = {
     "model.position_embedding_type": dict.fromkeys(
-        ("alibi", "yarn", "mrope", "relative", "chunked_rope"),
+        ("alibi", "mrope", "relative", "chunked_rope", "longrope"),
         "not supported here; use rope, learned_absolute or none"),
+    "model.rope_scaling_type": {
+        "llama3": "Llama-3.1's rule; say --use-rope-scaling instead",
+        "linear": "linear scaling; say --rotary-seq-len-interpolation-factor F instead",
+        "longrope": "not supported here; use ntk or yarn", "dynamic": "not supported here; use ntk or yarn"},
     "optimizer.optimizer": dict.fromkeys(
         ("muon", "dist_muon", "adaptive_muon", "lion", "soap"), "not supported here; use adam or sgd"),
     "data.dataloader_type": {"external": "not supported here; use single or cyclic"},

@@ -46,7 +46,10 @@ BOUNDS: dict[str, Bound] = {
               "ffn_hidden_size max_position_embeddings window_size make_vocab_size_divisible_by vocab_size "
               "padded_vocab_size"),
     **_bounds(POSITIVE, "model", "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor norm_epsilon "
-              "init_method_std embedding_init_method_std"),
+              "init_method_std embedding_init_method_std yarn_beta_fast yarn_beta_slow yarn_attention_factor"),
+    "model.rotary_scaling_factor": Bound(low=1, high=10**6),
+    "model.original_max_position_embeddings": POSITIVE_INT,
+    **_bounds(Bound(low=0, high=10**3), "model", "mscale mscale_all_dim"),
     "model.rotary_percent": Bound(low=0, high=1, low_open=True),
     **_bounds(SHARE, "model", "attention_dropout hidden_dropout"),
     **_bounds(POSITIVE_INT, "parallel", "tp pp ulysses ring ulysses_overlap_groups fsdp_size fsdp_replicas "

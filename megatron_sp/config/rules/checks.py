@@ -10,6 +10,7 @@ from megatron_sp.config.rules.bounds import BOUNDS, bound_problem
 from megatron_sp.config.rules.data import check_data, check_tokenizer
 from megatron_sp.config.rules.memory import check_chunks, check_memory
 from megatron_sp.config.rules.pipeline import check_pipeline, check_ring
+from megatron_sp.config.rules.positions import check_positions, position_notes
 from megatron_sp.config.rules.schedule import check_schedule, check_weight_decay, horizon_notes
 from megatron_sp.config.rules.sizes import check_batch, check_model, check_overlap, check_parallel, check_sequence
 from megatron_sp.config.schema import Data, Run
@@ -37,7 +38,7 @@ def check_problems(run: Run, plan: bool = False) -> list[str]:
     topics: tuple[Callable[[Run], list[str]], ...] = (
         check_required, check_bounds, check_model, check_attention, check_parallel, check_overlap, check_pipeline,
         check_ring, check_memory, check_chunks, check_sequence, check_batch, check_length, check_schedule,
-        check_weight_decay, check_precision, check_kernels)
+        check_weight_decay, check_precision, check_kernels, check_positions)
     if not plan:
         topics += (check_data, check_tokenizer, check_checkpoint, check_logging)
     return [problem for topic in topics for problem in topic(run)]
@@ -192,7 +193,7 @@ def advice(run: Run) -> list[str]:
     notes += [f"{name} has no effect without --save." for name, given in (
         ("--async-save", run.checkpoint.async_save), ("--keep-last", run.checkpoint.keep_last),
         ("--save-retain-interval", run.checkpoint.save_retain_interval)) if given and not run.checkpoint.save]
-    notes += horizon_notes(run) + window_notes(run)
+    notes += horizon_notes(run) + window_notes(run) + position_notes(run)
     if run.train.manual_gc_interval and not run.train.manual_gc:
         notes.append(f"--manual-gc-interval {run.train.manual_gc_interval} has no effect without --manual-gc.")
     return notes

@@ -107,7 +107,10 @@ ESSENTIAL = """
     use-rotary-position-embeddings valid-data-path vocab-file vocab-size wandb-entity wandb-exp-name wandb-project
     tiktoken-num-special-tokens tiktoken-pattern vocab-extra-ids dataset-provider dataset-arguments document-boundaries
     ds-sequence-parallel-fpdt attention-pattern window-size window-attn-skip-freq sliding-window
-    pack-documents
+    pack-documents rope-scaling-type rotary-scaling-factor
+    original-max-position-embeddings yarn-beta-fast yarn-beta-slow
+    yarn-original-max-position-embeddings mscale mscale-all-dim yarn-attention-factor
+    no-yarn-correction-range-round-to-int
     ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
     wandb-save-dir weight-decay zero-stage
 """.split()

@@ -169,6 +169,32 @@ def test_positions():
     assert "even number" in one("--position-embedding-type rope --rotary-percent 0.4")
 
 
+SCALED = "--position-embedding-type rope --rope-scaling-type"
+
+
+@pytest.mark.parametrize("extra, part", [
+    ("--rope-scaling-type ntk --rotary-scaling-factor 2", "add --position-embedding-type rope"),
+    (f"{SCALED} yarn", "needs --original-max-position-embeddings N: the sequence length"),
+    (f"{SCALED} yarn --rotary-scaling-factor 4", "was trained on before."),
+    (f"{SCALED} ntk", "was trained on before or --rotary-scaling-factor F."),
+    (f"{SCALED} ntk --original-max-position-embeddings 256", "256 is above --max-position-embeddings 128"),
+    (f"{SCALED} ntk --rotary-scaling-factor 2 --use-rope-scaling", "--use-rope-scaling, which is Llama-3.1's rule"),
+    (f"{SCALED} ntk --rotary-scaling-factor 2 --rotary-seq-len-interpolation-factor 2", "which is linear scaling"),
+    (f"{SCALED} ntk --rotary-scaling-factor 2 --kv-channels 2", "at least 4 rotated elements"),
+    (f"{SCALED} yarn --original-max-position-embeddings 64 --rotary-base 1", "above 1, such as 10000; it is 1"),
+    (f"{SCALED} yarn --original-max-position-embeddings 64 --yarn-beta-fast 1", "must be above --yarn-beta-slow 1"),
+])
+def test_scaled_positions(extra, part):
+    assert part in one(extra)
+
+
+def test_scaled_positions_that_are_right():
+    yarn = f"{SCALED} yarn --original-max-position-embeddings 32"
+    assert load(yarn)[0].model.rotary_scaling_factor == 4
+    assert load(f"{yarn} --rotary-scaling-factor 6")[0].model.rotary_scaling_factor == 6
+    assert not problems(f"{SCALED} ntk --rotary-scaling-factor 2")
+
+
 def test_padded_vocabulary():
     assert "below --vocab-size 512" in one("--padded-vocab-size 500")
     assert "does not divide" in one("--padded-vocab-size 513 --tensor-model-parallel-size 2", world=2)

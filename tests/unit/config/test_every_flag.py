@@ -117,6 +117,18 @@ SETS = """
 --pack-documents best-fit                   data.pack_documents='best-fit'
 --pipeline-model-parallel-size 2            parallel.pp=2
 --position-embedding-type rope              model.position_embedding_type='rope'
+--position-embedding-type yarn              model.position_embedding_type='rope'
+--position-embedding-type yarn              model.rope_scaling_type='yarn'
+--rope-scaling-type ntk                     model.rope_scaling_type='ntk'
+--rotary-scaling-factor 4                   model.rotary_scaling_factor=4.0
+--original-max-position-embeddings 64       model.original_max_position_embeddings=64
+--yarn-original-max-position-embeddings 64  model.original_max_position_embeddings=64
+--yarn-beta-fast 16                         model.yarn_beta_fast=16.0
+--yarn-beta-slow 2                          model.yarn_beta_slow=2.0
+--mscale 0.7                                model.mscale=0.7
+--mscale-all-dim 0.7                        model.mscale_all_dim=0.7
+--yarn-attention-factor 1.2                 model.yarn_attention_factor=1.2
+--no-yarn-correction-range-round-to-int     model.yarn_correction_range_round_to_int=False
 --qk-layernorm                              model.qk_layernorm=True
 --rampup-batch-size 2 2 8                   train.rampup_batch_size=(2,2,8)
 --recompute-activations                     memory.recompute_granularity='selective'
@@ -178,6 +190,10 @@ BECOMES = {
     "parallel.devices_per_node": "parallel.ring",           # by way of the split
     "precision.bf16": "precision.dtype",
     "model.kv_channels": "model.head_dim",
+    "model.rotary_percent": "model.rotary_width",
+    "model.mscale": "model.rotary_attention_factor",
+    "model.mscale_all_dim": "model.rotary_attention_factor",
+    "model.yarn_attention_factor": "model.rotary_attention_factor",
 }
 #: Other such fields -> why that is right.
 NOT_READ = {
@@ -264,4 +280,4 @@ def test_it_has_an_effect(key: str) -> None:
 def test_nothing_is_left_out() -> None:
     assert BECOMES.keys() | NOT_READ.keys() <= schema_options().keys()
     assert SETTING <= ALL
-    assert len(ALL) == 147
+    assert len(ALL) == 157

@@ -57,7 +57,7 @@ def test_every_family_names_every_parameter_it_can_have(family: Any) -> None:
     (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     (dict(attention_bias=True), "attention_bias True with mlp_bias False"),
     (dict(quantization_config={"bits": 4}), "quantized"),
-    (dict(rope_scaling={"type": "yarn", "factor": 4.0}), "'yarn' is not supported"),
+    (dict(rope_scaling={"type": "longrope", "factor": 4.0}), "'longrope' is not supported"),
     (dict(rope_parameters={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0,
                            "original_max_position_embeddings": 8192}), "low_freq_factor 2.0"),
     (dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "from layer to layer"),
