@@ -135,7 +135,7 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
     if model.embedding is not None:
         materialise(model.embedding, "embedding")
         if not shared:
-            sharding.wrap(model.embedding)
+            sharding.wrap(model.embedding, backward_needs_weights=False)
     if model.final_norm is not None and model.output is not None:
         materialise(model.final_norm, "final_norm")
         # The copy of a tied embedding gets the embedding's initial values, because it is drawn from the same name.

@@ -5,14 +5,16 @@ Source: Rajbhandari et al. (arXiv 1910.02054), with ``torch.distributed.fsdp.ful
 (``shard`` has size 1). The other stages shard over all ranks of the fsdp view. With ``--fsdp-size N`` they shard over
 groups of N ranks, and every group has a copy (hybrid sharding). Stage 0 in fp32 does not use FSDP: see ``gradients``.
 
-| stage | gathered parameters after forward | gradients are summed over ranks | what is sharded |
+| stage | weights are gathered | gradients are summed over the ranks of a shard | what is sharded |
 |---|---|---|---|
-| 0 | kept | in the last backward of a step | nothing |
-| 1 | kept | in the last backward of a step | optimizer states and fp32 master weights |
-| 2 | kept | in every backward | gradients too |
-| 3 | freed | in every backward | parameters too |
+| 0 | (nothing to gather) | (every rank has all) | nothing |
+| 1 | once a step | in the last backward of a step | optimizer states and fp32 master weights |
+| 2 | once a step | in every backward | gradients too |
+| 3 | for every forward and every backward | in every backward | parameters too |
 
-A step has a backward for each microbatch and, with ``--sequence-chunk-size``, for each of its chunks.
+A step has a backward for each microbatch and, with ``--sequence-chunk-size``, for each of its chunks. Over the copies
+of a shard (stage 0, hybrid sharding) gradients are summed in the last backward of a step. A pipeline gathers once a
+step in stage 3 too, and sums in the last backward, because microbatches take turns.
 
 Gradients are summed, never averaged, because the loss is already divided by the global token count.
 """
@@ -41,7 +43,9 @@ class ZeroSharding:
 
     def __init__(self, run: Run, mesh: ParallelMesh):
         parallel, precision, offload = run.parallel, run.precision, run.memory.offload_optimizer
-        self.mesh = mesh.weights["replicate", "shard"]
+        # With an axis of copies FSDP would sum gradients over it, even where there is only one copy.
+        self.mesh = mesh.weights["replicate", "shard"] if mesh.weights["replicate"].size() > 1 else \
+            mesh.weights["shard"]
         self.reshard_after_forward = parallel.zero_stage == 3
         self.policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if precision.dtype != "float32":
@@ -50,12 +54,15 @@ class ZeroSharding:
         self.offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
         self.is_needed = uses_fsdp(run)
 
-    def wrap(self, modules: nn.Module | Sequence[nn.Module], *, keep_gathered: bool = False) -> None:
+    def wrap(self, modules: nn.Module | Sequence[nn.Module], *, keep_gathered: bool = False,
+             backward_needs_weights: bool = True) -> None:
         """Shard the parameters of these modules as one unit, which FSDP gathers and frees together.
 
         Args:
             keep_gathered: keep the gathered parameters after forward in stage 3 too. For the modules that backward
                 needs first, and for parameters that two modules share.
+            backward_needs_weights: False for an embedding, whose backward reads only the tokens. It is then not
+                gathered again for backward.
         """
         if not self.is_needed:
             return
@@ -66,12 +73,18 @@ class ZeroSharding:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                module.set_unshard_in_backward(backward_needs_weights)
 
 
-def synchronize_gradients(model: nn.Module, zero_stage: int, *, is_last: bool) -> None:
-    """Tell FSDP, before a backward pass, whether to sum the pass's gradients over the ranks or only to add them up.
+def prepare_backward(model: nn.Module, zero_stage: int, *, is_last: bool) -> None:
+    """Tell FSDP what to do in the next backward pass: sum its gradients over the ranks, free the gathered weights.
 
-    Stages 0 and 1 sum once, in the last backward pass of a step.
+    The module's table says what each stage does.
+
+    Args:
+        is_last: whether this is the last backward pass of a step. It always sums and frees.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(zero_stage >= 2 or is_last)
+        model.set_requires_all_reduce(is_last)
+        model.set_reshard_after_backward(zero_stage == 3 or is_last)

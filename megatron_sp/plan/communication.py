@@ -111,10 +111,10 @@ def _states(run: Run, layers: int, microbatches: int) -> tuple[float, str]:
     shard = parallel.fsdp_size or parallel.fsdp
     reduce = 2 if run.precision.grad_reduce_in_bf16 else FP32
     reductions = microbatches if parallel.zero_stage >= 2 and parallel.pp == 1 else 1
-    gathers = microbatches * (2 + _first_pass(run) if parallel.zero_stage == 3 else 1) if parallel.pp == 1 else 1
+    gathers = microbatches * (2 + _first_pass(run)) if parallel.zero_stage == 3 and parallel.pp == 1 else 1
     sent = _share(shard) * parameters * (reductions * reduce + gathers * Sizes.of(run).element)
     if parallel.fsdp > shard:
-        sent += 2 * _share(parallel.fsdp // shard) * parameters / shard * reduce * reductions
+        sent += 2 * _share(parallel.fsdp // shard) * parameters / shard * reduce  # in the last backward
     return sent, "all-gathers of weights and reduce-scatters of gradients"
 
 

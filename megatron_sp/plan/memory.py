@@ -201,11 +201,12 @@ class _Rank:
             return 0.0
         e, w = self.sizes.element, self.weights
         parallel = self.run.parallel
-        pipelined = parallel.pp > 1
         ends = (self.output if output else 0) + (self.embedding if w.is_tied and self.is_first else 0)
         fetched = e * self.output if output and self.shard > 1 else 0.0  # the buffer of the all-gather
-        if pipelined:  # all stay gathered from the first microbatch to the last
+        if parallel.pp > 1:  # all stay gathered from the first microbatch to the last
             return e * self.parameters
+        if parallel.zero_stage < 3 and self.backwards > 1:  # likewise; only the last backward frees them
+            return e * self.parameters + fetched
         if parallel.zero_stage < 3:
             return e * (ends + layers * w.layer + (0 if w.is_tied or not layers else self.embedding)) + fetched
         if layer_now:  # this layer, and the next one, which is being gathered

@@ -20,7 +20,7 @@ from megatron_sp.layout.schedules import chunk_order
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
 from megatron_sp.parallel.stage_links import StageLinks
-from megatron_sp.parallel.zero import synchronize_gradients
+from megatron_sp.parallel.zero import prepare_backward
 from megatron_sp.train.chunk_recurrence import ChunkRecurrence, Part, Passes
 
 
@@ -136,8 +136,8 @@ class ChunkPipeline:
             gradient = self.links.receive(tuple(y.shape), y.dtype, self.links.rank + 1)
         if isinstance(self.stage, FSDPModule):
             self.stage.set_is_last_backward(is_last)
-            self.stage.set_reshard_after_backward(is_last)  # else the chunks in flight would gather weights again
-            synchronize_gradients(self.stage, 0, is_last=is_last)
+            # As in stage 0: the weights stay gathered, else the chunks in flight would gather them again.
+            prepare_backward(self.stage, 0, is_last=is_last)
         y.backward(gradient)
         if not self.links.is_first:
             assert x.grad is not None

@@ -19,7 +19,7 @@ from megatron_sp.layout.sharding import uses_fsdp
 from megatron_sp.parallel.gradients import sum_over_copies, sum_over_tensor_ranks
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import PipelineRunner, Stages
-from megatron_sp.parallel.zero import synchronize_gradients
+from megatron_sp.parallel.zero import prepare_backward
 from megatron_sp.train.chunk_pipeline import ChunkPipeline
 from megatron_sp.train.chunk_recurrence import ChunkRecurrence, Part
 from megatron_sp.train.report.timers import Timers
@@ -79,7 +79,7 @@ class Engine:
             with self.timers("forward", level=2), torch.no_grad():
                 for again in part.before:
                     self._run(batch, again)
-            synchronize_gradients(self.model, self.zero_stage, is_last=is_last and part is passes.second[-1])
+            prepare_backward(self.model, self.zero_stage, is_last=is_last and part is passes.second[-1])
             with self.timers("forward", level=2):
                 loss = self._run(batch, part).squeeze(0) / denominator
             with self.timers("backward", level=2):

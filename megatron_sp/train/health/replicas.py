@@ -103,7 +103,7 @@ def _copies(model: nn.Module, mesh: ParallelMesh, optimizer: torch.optim.Optimiz
     over: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
     for name, p in _with_moments(model, optimizer):
         names = (p.device_mesh.mesh_dim_names or ()) if isinstance(p, DTensor) else ()
-        if "replicate" not in names and mesh.size("fsdp") > 1:  # whole copies, outside FSDP
+        if "shard" not in names and mesh.size("fsdp") > 1:  # whole copies, outside FSDP
             hashes[name] = bit_hash(local_part(p))
             over.setdefault("replicate", (mesh.group("fsdp"), []))[1].append(name)
         if not isinstance(p, DTensor):

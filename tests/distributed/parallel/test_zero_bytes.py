@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
-from megatron_sp.parallel.zero import synchronize_gradients
+from megatron_sp.parallel.zero import prepare_backward
 from tests.helpers.configs import tiny_run
 from tests.helpers.spawn import RunRanks
 
@@ -42,7 +42,7 @@ def measure(flags: list[str]) -> dict[str, int]:
     found = {"full": full, "parameters": num_bytes(list(model.parameters()))}
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     for microbatch in range(2):
-        synchronize_gradients(model, run.parallel.zero_stage, is_last=microbatch == 1)
+        prepare_backward(model, run.parallel.zero_stage, is_last=microbatch == 1)
         loss = model(tokens, torch.arange(32).expand(1, -1), torch.tensor([microbatch]), labels=tokens)
         if microbatch == 0:
             found["gathered after forward"] = gathered_bytes(model)

@@ -13,7 +13,7 @@ from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
 from megatron_sp.train.health.replicas import check_replicas
-from megatron_sp.train.optimizer import build_optimizer, local_part
+from megatron_sp.train.optimizer import AdamW, build_optimizer, local_part
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks
 from tests.helpers.training import steps, train
@@ -98,9 +98,9 @@ def test_a_flipped_bit_is_named_on_all_ranks(world: int, flags: str, spoiled: li
 
 def train_with_a_fault(flags: str, iteration: int, rank: int) -> str:
     """Flip a bit of a norm's weight on one rank after an optimizer step."""
-    original, count = torch.optim.AdamW.step, [0]
+    original, count = AdamW.step, [0]
 
-    def step(self: torch.optim.AdamW, *args: object) -> object:
+    def step(self: AdamW, *args: object) -> object:
         result = original(self, *args)  # type: ignore[arg-type]
         count[0] += 1
         if count[0] == iteration and dist.get_rank() == rank:
@@ -108,7 +108,7 @@ def train_with_a_fault(flags: str, iteration: int, rank: int) -> str:
             local_part(norm).view(torch.int32)[0] ^= 1
         return result
 
-    torch.optim.AdamW.step = step  # type: ignore[method-assign, assignment]
+    AdamW.step = step  # type: ignore[method-assign, assignment]
     return train(flags)
 
 

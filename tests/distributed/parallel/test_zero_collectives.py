@@ -1,0 +1,78 @@
+"""A step gathers weights and sums gradients as often as the table in ``parallel/zero.py`` says, whatever the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_sp.model.build import build_model
+from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.proof.data import batch, local_microbatches
+from megatron_sp.train.train_step import TrainStep
+from tests.helpers.configs import tiny_run
+from tests.helpers.spawn import RunRanks
+
+WORLD = 4
+LAYERS = 2
+MODEL = (f"--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm "
+         "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
+         "--micro-batch-size 1 --seq-length 16 --no-shared-memory ")
+KINDS = {"_allgather_base_": "gathers", "_reduce_scatter_base_": "scatters", "allreduce_": "sums"}
+#: Units that FSDP gathers: the layers, the embedding, the output layer with the norm before it.
+UNITS = LAYERS + 2
+#: Sums of a few numbers in every step: valid tokens, and the loss with the gradient norm.
+NUMBERS = 2
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the calls of torch's collectives by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            name = function._schema.name.split("::")[1]
+            self.counts[KINDS.get(name, name)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def count(cases: list[str]) -> list[dict[str, int]]:
+    """Return this rank's collectives in the second step of each case; the first step may also create states."""
+    found = []
+    for flags in cases:
+        run = tiny_run((MODEL + flags).split(), WORLD)
+        mesh = ParallelMesh.build(run.parallel)
+        step = TrainStep.build(run, build_model(run, mesh), mesh)
+        microbatches = local_microbatches(run, mesh, *batch(run))
+        for _ in range(2):
+            with Collectives() as collectives:
+                step.update(step.compute_gradients(microbatches), 0)
+        found.append(dict(collectives.counts))
+        mesh.destroy()
+    return found
+
+
+def test_collectives_of_a_step(ranks: RunRanks) -> None:
+    expected: dict[str, dict[str, int]] = {
+        "--zero-stage 0": {"sums": NUMBERS + 1},
+        "--zero-stage 0 --bf16": {"sums": NUMBERS + UNITS},
+        "--zero-stage 0 --bf16 --global-batch-size 12": {"sums": NUMBERS + UNITS},
+    }
+    for microbatches in (1, 3):
+        flags = f"--global-batch-size {4 * microbatches} --zero-stage"
+        every, once = microbatches * UNITS, UNITS
+        # Stage 3 keeps the output layer for backward, and backward of the embedding needs no weight.
+        again = microbatches * (UNITS + LAYERS)
+        expected |= {
+            f"{flags} 1": {"gathers": once, "scatters": once, "sums": NUMBERS},
+            f"{flags} 2": {"gathers": once, "scatters": every, "sums": NUMBERS},
+            f"{flags} 3": {"gathers": again, "scatters": every, "sums": NUMBERS},
+            f"{flags} 2 --fsdp-size 2": {"gathers": once, "scatters": every, "sums": NUMBERS + once},
+            f"{flags} 3 --fsdp-size 2": {"gathers": again, "scatters": every, "sums": NUMBERS + once},
+        }
+    for of_rank in ranks(count, WORLD, list(expected)):
+        assert dict(zip(expected, of_rank)) == expected
