@@ -81,7 +81,8 @@ class Program:
         from megatron_sp.layout.tokens import SequenceLayout
 
         positions = torch.from_numpy(SequenceLayout.of(self.run, length).positions(self.mesh.rank("sp")))
-        text = torch.randint(0, self.run.model.vocab_size, (1, len(positions) + 1), generator=torch.Generator().manual_seed(0))
+        text = torch.randint(0, self.run.model.vocab_size, (1, len(positions) + 1),
+                             generator=torch.Generator().manual_seed(0))
         batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions.unsqueeze(0),
                            torch.zeros(1, dtype=torch.int64), len(positions))
         totals = self.whole_step.compute_gradients([batch])

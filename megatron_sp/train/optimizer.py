@@ -12,7 +12,7 @@ GPU the time of a step with many small tensors is the time to launch its kernels
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,8 +46,9 @@ class AdamW(torch.optim.AdamW):
             params = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(p) for p in params]
             beta1, beta2 = group["betas"]
-            adamw(*_local_parts(params, [p.grad for p in params], [state["exp_avg"] for state in states],
-                                [state["exp_avg_sq"] for state in states]), [], [state["step"] for state in states],
+            adamw(_local_parts(params), _local_parts(p.grad for p in params),
+                  _local_parts(state["exp_avg"] for state in states),
+                  _local_parts(state["exp_avg_sq"] for state in states), [], [state["step"] for state in states],
                   fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
                   weight_decay=group["weight_decay"], eps=group["eps"])
 
@@ -70,8 +71,8 @@ class SGD(torch.optim.SGD):
             params = [p for p in group["params"] if p.grad is not None]
             momenta: list[Any] = [None] * len(params)
             if group["momentum"]:
-                momenta, = _local_parts([self._momentum_of(p) for p in params])
-            sgd(*_local_parts(params, [p.grad for p in params]), momenta, fused=True, lr=group["lr"],
+                momenta = _local_parts(self._momentum_of(p) for p in params)
+            sgd(_local_parts(params), _local_parts(p.grad for p in params), momenta, fused=True, lr=group["lr"],
                 weight_decay=group["weight_decay"], momentum=group["momentum"], dampening=0.0, nesterov=False,
                 maximize=False)
 
@@ -91,8 +92,8 @@ def zeros_beside(parameter: torch.Tensor) -> torch.Tensor:
                               shape=parameter.shape, stride=parameter.stride())
 
 
-def _local_parts(*lists: list[Any]) -> list[list[torch.Tensor]]:
-    return [[local_part(tensor) for tensor in tensors] for tensors in lists]
+def _local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [local_part(tensor) for tensor in tensors]
 
 
 def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:

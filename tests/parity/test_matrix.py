@@ -104,9 +104,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("pack", found, ids=[f"{pack[0].world} ranks, {index}" for index, pack in enumerate(found)])
 
 
+@pytest.mark.timeout(1000)
 def test_matrix(pack: list[Case]) -> None:
     for rank, wrong in enumerate(run_ranks(compare, pack[0].world, pack, [expect(case) for case in pack],
-                                           timeout=280)):
+                                           timeout=900)):  # twelve ranks on two busy cores
         assert not wrong, f"rank {rank}"
 
 

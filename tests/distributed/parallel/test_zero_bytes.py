@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,7 +20,7 @@ MODEL = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --nor
          "--make-vocab-size-divisible-by 8 --ulysses-size 2 --micro-batch-size 1").split()
 
 
-def num_bytes(tensors: list[torch.Tensor]) -> int:
+def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes held; tensors that share one buffer count it once."""
     storages = [(x.to_local() if isinstance(x, DTensor) else x).untyped_storage() for x in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -37,9 +39,10 @@ def measure(flags: list[str]) -> dict[str, int]:
     run = tiny_run([*MODEL, *flags], WORLD)
     mesh = ParallelMesh.build(run.parallel)
     model = build_model(run, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    full = sum(parameter.numel() * 4 for parameter in model.parameters())
-    found = {"full": full, "parameters": num_bytes(list(model.parameters()))}
+    parameters = list(model.parameters())  # the sharded ones; between forward and backward the model has gathered ones
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    full = sum(parameter.numel() * 4 for parameter in parameters)
+    found = {"full": full, "parameters": num_bytes(parameters)}
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     for microbatch in range(2):
         prepare_backward(model, run.parallel.zero_stage, is_last=microbatch == 1)
@@ -48,9 +51,9 @@ def measure(flags: list[str]) -> dict[str, int]:
             found["gathered after forward"] = gathered_bytes(model)
         loss.sum().backward()
         if microbatch == 0:
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            gradients = [p.grad for p in parameters if p.grad is not None]
             found["sharded gradients after the first microbatch"] = num_bytes(gradients)
-    found["gradients"] = num_bytes([p.grad for p in model.parameters() if p.grad is not None])
+    found["gradients"] = num_bytes([p.grad for p in parameters if p.grad is not None])
     optimizer.step()
     states = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     found["optimizer"] = num_bytes(states)
