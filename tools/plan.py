@@ -54,6 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
                         "(default: %(default)s)")
     parser.add_argument("--device-memory", default="", metavar="SIZE", help="another memory than the data sheet's, "
                         "such as 80GB or 40GiB")
+    parser.add_argument("--host-memory", default="", metavar="SIZE", help="memory of a node's host, such as 512GB "
+                        "(default: that of the manufacturers' systems, 128 or 256 GB for each device)")
     parser.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="devices with fast links between "
                         "them (default: %(default)s)")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="plans to print (default: %(default)s)")
@@ -89,9 +91,9 @@ def table(plans: list[Candidate], device: Device) -> str:
               f"{plan.time.total:>9.3g} "
               f"{100 * plan.time.mfu:>4.0f}%  {' '.join(plan.flags) or '(none)'}"
               for number, plan in enumerate(plans, start=1)]
-    return "\n".join([*lines, f"(memory of {device.memory / GIB:.1f} GiB, of which plans use at most "
-                              f"{100 * USABLE:.0f}%; host memory is for each device and not limited: a node needs "
-                              "it as many times as it has devices)"])
+    host = f" and {device.host_memory / GIB:.1f} GiB of host memory" if device.kind == "gpu" else ""
+    return "\n".join([*lines, f"(each device has {device.memory / GIB:.1f} GiB{host}, of which plans use at most "
+                              f"{100 * USABLE:.0f}%)"])
 
 
 def launch_script(plan: Candidate, words: list[str], devices_per_node: int) -> str:
@@ -148,20 +150,22 @@ def main(argv: list[str]) -> int:
     own, words = build_parser().parse_known_args(argv)
     problems = [f"--{name.replace('_', '-')} {value} must be at least 1." for name, value in (
         ("devices", own.devices), ("devices_per_node", own.devices_per_node), ("top", own.top)) if value < 1]
-    device, wrong = device_of_flags(own.device, own.device_memory)
+    device, wrong = device_of_flags(own.device, own.device_memory, own.host_memory,
+                                    min(own.devices, own.devices_per_node))
     problems += wrong
     if problems:
         raise ConfigError(problems)
     plans = search(read_base(words), own.devices, device, own.devices_per_node, longest=own.max_seq_length)
     if not plans:
-        raise ConfigError(f"no layout of {own.devices} x {device.name} ({device.memory / GIB:.1f} GiB each) fits this "
-                          "model and batch; give more --devices, a shorter --seq-length, or a smaller "
-                          "--micro-batch-size. The techniques that docs/how-to/plan-a-run.md lists were tried, and "
-                          "--sequence-chunk-size was not.")
+        host = f" and {device.host_memory / GIB:.1f} GiB of host memory" if device.kind == "gpu" else ""
+        raise ConfigError(f"no layout of {own.devices} x {device.name} ({device.memory / GIB:.1f} GiB{host} each) fits "
+                          "this model and batch; give more --devices, more --host-memory, a shorter --seq-length, or a "
+                          "smaller --micro-batch-size. All techniques that docs/how-to/plan-a-run.md lists were tried.")
     best = plans[:own.top]
     if own.json:
         print(json.dumps([{"flags": plan.flags, "tokens": plan.length, "memory": plan.memory.total,
-                           "step_seconds": plan.time.total, "mfu": plan.time.mfu} for plan in best], indent=1))
+                           "host_memory": plan.memory.host, "step_seconds": plan.time.total, "mfu": plan.time.mfu}
+                          for plan in best], indent=1))
     else:
         run = best[0].run
         print(f"{parameters(run) / 1e9:.3f} B parameters on {own.devices} x {device.name}, global batch "

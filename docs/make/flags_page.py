@@ -51,7 +51,8 @@ something else here. The answers:
 #: Flags that only this project has.
 OWN = {f"--{name}" for name in """ulysses-size ring-size ulysses-overlap-groups sequence-split devices-per-node
     fsdp-size pipeline-schedule pipeline-layers no-shared-memory attention-core fused-kernels compile check-replicas
-    loss-tile-size mlp-tile-size attention-head-groups offload-activations offload-optimizer device-peak-tflops
+    loss-tile-size mlp-tile-size attention-head-groups offload-activations offload-optimizer sequence-chunk-size
+    offload-key-values memory-efficiency device-memory host-memory device-peak-tflops
     model-preset
     dataset-provider dataset-arguments
     gelu-approximation gradient-accumulation-steps""".split()}

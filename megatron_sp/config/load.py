@@ -42,7 +42,7 @@ def load_run(argv: Sequence[str], world_size: int, files: bool = True, devices_p
         SystemExit: after printing the help for ``--help``.
     """
     parsed = parse(argv, plan)
-    run = resolve(_on_nodes(parsed.run, devices_per_node), world_size)
+    run = resolve(_with_given(_on_nodes(parsed.run, devices_per_node), parsed), world_size)
     found = check_problems(run, plan) + (file_problems(run) if files and not plan else [])
     if parsed.file_batch and not check_parallel(run) and not check_batch(run):
         found += parsed.file_batch.problems(max(1, run.parallel.dp))
@@ -89,6 +89,14 @@ def _on_nodes(run: Run, devices_per_node: int) -> Run:
     if run.parallel.devices_per_node or not devices_per_node:
         return run
     return replace(run, parallel=replace(run.parallel, devices_per_node=devices_per_node))
+
+
+def _with_given(run: Run, parsed: Parsed) -> Run:
+    """Return the run with the names of the memory flags that were given, where the others are to be chosen."""
+    if not run.memory.memory_efficiency:
+        return run
+    given = sorted(key.partition(".")[2] for key in parsed.given if key.startswith("memory."))
+    return replace(run, memory=replace(run.memory, given=tuple(given)))
 
 
 def _already_reported(problem: str, parsed: Parsed) -> bool:

@@ -388,7 +388,11 @@ class Train:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory: recomputation, tiling, offload. None of these changes a result."""
+    """Memory: recomputation, tiling, offload. None of these changes a result.
+
+    Attributes:
+        given: fields that the command line sets, where --memory-efficiency auto chooses the others.
+    """
 
     recompute_granularity: str = flag("", "Recompute activations in backward: full (only layer inputs are kept) or "
                                           "selective (also what attention and its exchange gave); default: none.",
@@ -416,6 +420,16 @@ class Memory:
                                            "a value).", nargs="?", metavar="SHARE")
     offload_optimizer: bool = flag(False, "Keep master weights and optimizer states in host memory.",
                                    "--offload-optimizer", "--cpu-optimizer")
+    memory_efficiency: str = flag("", "auto: turn on the memory techniques of this section that the run is predicted "
+                                      "to need on its devices, the least costly ones, and say which and why. Flags "
+                                      "that are given stay as they are. Default: only those that are given.",
+                                  choices=("auto",))
+    device_memory: str = flag("", "Memory of one device, such as 80GB or 40GiB, for --memory-efficiency auto and "
+                                  "--dry-run; default: the device's own.", metavar="SIZE")
+    host_memory: str = flag("", "Memory of one node's host, such as 512GB, for --memory-efficiency auto and "
+                                "--dry-run; default: the node's own, in a dry run that of the manufacturer's systems.",
+                            metavar="SIZE")
+    given: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
+
+from megatron_sp.config.cli.values import parse_size
+from megatron_sp.plan.memory import MemoryPlan
 
 GIB = 1 << 30
 GB = 10**9
@@ -21,6 +23,7 @@ class Device:
         node_bandwidth: bytes/s that a device sends to the devices of its node, one direction.
         network_bandwidth: bytes/s of a device's share of the network between nodes, one direction.
         host_bandwidth: bytes/s between a device and host memory, one direction.
+        host_memory: bytes of host memory that a node has for each of its devices. A CPU has none besides ``memory``.
         kind: "gpu" or "cpu", as the memory plan distinguishes them.
     """
 
@@ -31,58 +34,74 @@ class Device:
     node_bandwidth: float
     network_bandwidth: float
     host_bandwidth: float
+    host_memory: int
     kind: str = "gpu"
+
+    def holds(self, plan: MemoryPlan, usable: float = 1.0) -> bool:
+        """Return whether a planned peak fits into this share of the device's and of the host's memory.
+
+        What offload moves stays in the same memory where the device is a CPU.
+        """
+        if self.kind == "cpu":
+            return plan.total + plan.host <= self.memory * usable
+        return plan.total <= self.memory * usable and plan.host <= self.host_memory * usable
 
 
 #: Node links: NVLink 3 (A100) 300 GB/s, NVLink 4 (H100, H200) 450, NVLink 5 (B200) 900, PCIe 4 x16 (L40S) 32, one
 #: direction each. Network: one 200 Gb/s adapter a device (A100, L40S), one 400 Gb/s adapter (H100 and later).
+#: Host memory: an eighth of what the manufacturers' systems of 8 GPUs have (DGX A100 with 320 GB: 1 TB; with 640 GB, and
+#: DGX H100, H200, B200: 2 TB), for L40S a usual server of 8 GPUs with 1 TB.
 #: The CPU row is a rough figure for one process on one core, so that plans can be compared with runs on a laptop.
 DEVICES = {device.name: device for device in (
-    Device("A100-40", 40 * GIB, 312.0, 19.5, 300 * GB, 25 * GB, 25 * GB),
-    Device("A100-80", 80 * GIB, 312.0, 19.5, 300 * GB, 25 * GB, 25 * GB),
-    Device("H100", 80 * GIB, 989.4, 66.9, 450 * GB, 50 * GB, 50 * GB),
-    Device("H200", 141 * GB, 989.4, 66.9, 450 * GB, 50 * GB, 50 * GB),
-    Device("B200", 180 * GB, 2250.0, 75.0, 900 * GB, 50 * GB, 50 * GB),
-    Device("L40S", 48 * GIB, 362.0, 91.6, 32 * GB, 25 * GB, 25 * GB),
-    Device("CPU", 16 * GIB, 0.05, 0.05, 2 * GB, 1 * GB, 10 * GB, kind="cpu"),
+    Device("A100-40", 40 * GIB, 312.0, 19.5, 300 * GB, 25 * GB, 25 * GB, 128 * GB),
+    Device("A100-80", 80 * GIB, 312.0, 19.5, 300 * GB, 25 * GB, 25 * GB, 256 * GB),
+    Device("H100", 80 * GIB, 989.4, 66.9, 450 * GB, 50 * GB, 50 * GB, 256 * GB),
+    Device("H200", 141 * GB, 989.4, 66.9, 450 * GB, 50 * GB, 50 * GB, 256 * GB),
+    Device("B200", 180 * GB, 2250.0, 75.0, 900 * GB, 50 * GB, 50 * GB, 256 * GB),
+    Device("L40S", 48 * GIB, 362.0, 91.6, 32 * GB, 25 * GB, 25 * GB, 128 * GB),
+    Device("CPU", 16 * GIB, 0.05, 0.05, 2 * GB, 1 * GB, 10 * GB, 0, kind="cpu"),
 )}
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(K|M|G|T)?(i?)B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
-
-def parse_size(text: str) -> int:
-    """Return the bytes that a text such as ``80GB`` (10^9), ``40GiB`` (2^30) or ``512MiB`` names.
-
-    Raises:
-        ValueError: with a sentence fragment saying what is expected.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is not a size above 0 such as 80GB or 40GiB")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** _POWERS[(match[2] or "").upper()])
-
-
-def device_of_flags(name: str, memory: str) -> tuple[Device, list[str]]:
-    """Return the device that ``--device`` and ``--device-memory`` describe, and what is wrong with their values.
+def device_of_flags(name: str, memory: str, host_memory: str = "", per_node: int = 1) -> tuple[Device, list[str]]:
+    """Return the device that the flags describe, and what is wrong with their values.
 
     Args:
         name: value of ``--device``.
         memory: value of ``--device-memory``, such as 24GB; "" for the data sheet's.
+        host_memory: value of ``--host-memory``, for a whole node; "" for what the manufacturer's systems have.
+        per_node: devices of a node that the run uses.
     """
     problems: list[str] = []
-    size, device = 0, DEVICES["H100"]
+    sizes = {"--device-memory": 0, "--host-memory": 0}
+    for flag, text in (("--device-memory", memory), ("--host-memory", host_memory)):
+        try:
+            sizes[flag] = parse_size(text) if text else 0
+        except ValueError as error:
+            problems.append(f"{flag}: {error}.")
+    device = DEVICES["H100"]
     try:
-        size = parse_size(memory) if memory else 0
-    except ValueError as error:
-        problems.append(f"--device-memory: {error}.")
-    try:
-        device = find_device(name, size)
+        device = find_device(name)
     except ValueError as error:
         problems.append(f"--device: {error}; for another device take the one nearest in speed, and give its memory, "
                         "for example --device-memory 24GB.")
-    return device, problems
+    return with_memory(device, sizes["--device-memory"], sizes["--host-memory"] // max(1, per_node)), problems
+
+
+def device_like(name: str, memory: int, host_memory: int) -> Device:
+    """Return a device by what its driver calls it, with its bytes of memory and the speed of the nearest one known.
+
+    Args:
+        name: for example "NVIDIA H100 80GB HBM3".
+        host_memory: for each device of the node.
+    """
+    known = next((device for device in DEVICES.values() if device.name.partition("-")[0] in name), DEVICES["H100"])
+    return replace(known, name=name, memory=memory, host_memory=host_memory)
+
+
+def with_memory(device: Device, memory: int, host_memory: int) -> Device:
+    """Return the device with other bytes of device memory, and of host memory for each device; 0 changes nothing."""
+    return replace(device, memory=memory or device.memory, host_memory=host_memory or device.host_memory)
 
 
 def find_device(name: str, memory: int = 0) -> Device:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from megatron_sp.config.cli.plan_flags import PlanFlags
 from megatron_sp.config.load import load_run, smallest_world
 from megatron_sp.errors import ConfigError
-from megatron_sp.plan.devices import Device, device_of_flags
+from megatron_sp.plan.devices import device_of_flags
+from megatron_sp.plan.efficiency import choose_techniques
 from megatron_sp.plan.report import plan_run
 
 DEFAULT_DEVICE = "H100"
@@ -28,12 +29,21 @@ def dry_run(flags: PlanFlags, argv: Sequence[str], world_size: int, devices_per_
     Raises:
         ConfigError: with every problem of the command line.
     """
-    device = _device(flags)
+    problems = device_of_flags(flags.device or DEFAULT_DEVICE, "")[1]
+    if problems:
+        raise ConfigError(problems)
     size = flags.world_size or (world_size if world_size > 1 else smallest_world(argv))
     run, notes = load_run(argv, size, files=False, devices_per_node=devices_per_node, plan=True)
     if size > max(1, flags.world_size, world_size):
         notes.append(f"Planned for {size} processes, which one copy of the model needs; --world-size N plans for more.")
-    report = plan_run(run, device, run.parallel.devices_per_node or DEFAULT_DEVICES_PER_NODE)
+    per_node = run.parallel.devices_per_node or DEFAULT_DEVICES_PER_NODE
+    memory = run.memory
+    device, _ = device_of_flags(flags.device or DEFAULT_DEVICE, memory.device_memory, memory.host_memory,
+                                min(size, per_node))
+    if memory.memory_efficiency:
+        run, chosen = choose_techniques(run, device, per_node)
+        notes += chosen
+    report = plan_run(run, device, per_node)
     notes += [*_nodes_note(run.parallel.devices_per_node, devices_per_node, size), *report.memory.notes]
     if flags.json:
         print(json.dumps(report.to_dict() | {"notes": notes}, indent=1))
@@ -42,8 +52,8 @@ def dry_run(flags: PlanFlags, argv: Sequence[str], world_size: int, devices_per_
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[run.precision.dtype]
     print("\n".join([*notes, f"device: {device.name}, computing in {precision}{default}", report.text()]))
     if not report.fits:
-        print("The plan does not fit the device; raise --sequence-split, --zero-stage or recomputation, or look for a "
-              "layout with tools/plan.py.")
+        print("The plan does not fit; say --memory-efficiency auto to turn on the memory techniques that it needs, "
+              "raise --sequence-split or --zero-stage, or look for a layout with tools/plan.py.")
     return 0
 
 
@@ -66,10 +76,3 @@ def _nodes_note(per_node: int, launched: int, world_size: int) -> list[str]:
 
 def _several(flags: PlanFlags) -> str:
     return "--world-size N for more processes" if not flags.world_size else "--device-memory SIZE"
-
-
-def _device(flags: PlanFlags) -> Device:
-    device, problems = device_of_flags(flags.device or DEFAULT_DEVICE, flags.device_memory)
-    if problems:
-        raise ConfigError(problems)
-    return device

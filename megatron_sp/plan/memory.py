@@ -28,7 +28,7 @@ with allocation traces of the real model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
@@ -57,8 +57,8 @@ class MemoryPlan:
         components: bytes by the names of ``COMPONENTS``.
         moment: name of the moment.
         rank: pipeline rank.
-        host: bytes that offload and saves in the background keep in host memory. Where the device is a CPU, they come
-            on top of ``total``.
+        host: bytes that offload and saves in the background keep in host memory, of the rank that keeps most there.
+            Where the device is a CPU, they come on top of ``total``.
         notes: what the user should know about the run, a sentence each.
     """
 
@@ -83,7 +83,8 @@ def predict(run: Run, *, device: str = "cpu", optimizer: bool = True) -> MemoryP
         optimizer: count the optimizer's states, which exist from the end of the first step on.
     """
     ranks = [_Rank(run, rank, device, optimizer) for rank in range(run.parallel.pp)]
-    return max((plan for rank in ranks for plan in rank.plans()), key=lambda plan: plan.total)
+    plans = [plan for rank in ranks for plan in rank.plans()]
+    return replace(max(plans, key=lambda plan: plan.total), host=max(plan.host for plan in plans))
 
 
 class _Rank:

@@ -49,13 +49,19 @@ class Report:
 
     @property
     def limited_by(self) -> str:
-        """Return which memory limits the length: "device", or "host" where the host would have to hold more than it."""
-        return "host" if self.host_at_longest > self.device.memory else "device"
+        """Return which memory limits the length, "device" or "host": the one that a longer sequence exceeds first."""
+        longer = predict(with_length(self.run, self.longest * 17 // 16 + 1), device=self.device.kind)
+        return "host" if longer.total <= self.device.memory and longer.host > self.device.host_memory else "device"
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak is at most the device's memory."""
-        return self.memory.total <= self.device.memory
+        """Whether the predicted peak is at most the memory of the device, and that of the host."""
+        return self.device.holds(self.memory)
+
+    @property
+    def processes_per_node(self) -> int:
+        """Return how many processes share a node's host memory."""
+        return min(self.run.parallel.world_size, self.devices_per_node)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures by name, in bytes, seconds, tokens and FLOPs without prefixes such as giga."""
@@ -80,7 +86,8 @@ class Report:
                                "what": each.what} for each in self.traffic],
             "pipeline_bubble": self.time.bubble,
             "memory": {"device": self.device.name, "limit": self.device.memory, "peak": self.memory.total,
-                       "host": self.memory.host, "fits": self.fits, "moment": self.memory.moment,
+                       "host": self.memory.host, "host_limit": self.device.host_memory, "fits": self.fits,
+                       "host_of_a_node": self.memory.host * self.processes_per_node, "moment": self.memory.moment,
                        "pipeline_rank": self.memory.rank, "components": self.memory.components},
             "longest_sequence_that_fits": self.longest, "host_at_longest_sequence": self.host_at_longest,
             "length_limited_by": self.limited_by,
@@ -102,26 +109,28 @@ def plan_run(run: Run, device: Device, devices_per_node: int = 8) -> Report:
                   predict_step_time(run, device, devices_per_node), step_traffic(run), longest_sequence(run, device))
 
 
-def longest_sequence(run: Run, device: Device) -> int:
-    """Return the longest sequence, in tokens, whose predicted peak fits the device in this layout; 0 for none.
+def longest_sequence(run: Run, device: Device, usable: float = 1.0) -> int:
+    """Return the longest sequence, in tokens, whose predicted peak fits in this layout; 0 for none.
 
     Memory grows with the length, so the answer is found by bisection, among the lengths that the layout divides.
+
+    Args:
+        usable: share of the device's and of the host's memory that may be used.
     """
-    step = SequenceLayout.of(run).divisor
+    step = SequenceLayout.of(with_length(run, run.memory.sequence_chunk_size or run.data.seq_length)).divisor
     step *= run.parallel.tp if run.parallel.megatron_sp else 1
     step *= max(1, 1024 // step)
     low, high = 0, 1
-    while fits(with_length(run, high * step), device) and high < 1 << 24:
+
+    def fits(multiple: int) -> bool:
+        return device.holds(predict(with_length(run, multiple * step), device=device.kind), usable)
+
+    while fits(high) and high < 1 << 24:
         low, high = high, 2 * high
     while high - low > max(1, low // 256):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(with_length(run, middle * step), device) else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low * step
-
-
-def fits(run: Run, device: Device) -> bool:
-    """Return whether the predicted peak of a run is at most a device's memory."""
-    return predict(run, device=device.kind).total <= device.memory
 
 
 def with_length(run: Run, length: int) -> Run:
@@ -240,18 +249,27 @@ def _memory_lines(report: Report) -> list[str]:
     lines += [f"  {LABELS.get(name, name) + ' ':.<26} {_readable(size)}"
               for name, size in memory.components.items() if size]
     if memory.host:
-        lines.append(f"  {'in host memory ':.<26} {_readable(memory.host)}")
+        lines.append(_host_line(report))
     return [*lines, _longest_line(report)]
 
 
+def _host_line(report: Report) -> str:
+    """Return what a process and a node hold in host memory, and how much the node has."""
+    host, processes = report.memory.host, report.processes_per_node
+    line = f"  {'in host memory ':.<26} {_readable(host)}"
+    if report.device.kind == "cpu":
+        return f"{line} more of the same memory"
+    node = f"{_readable(processes * host)} on a node of {processes}; " if processes > 1 else ""
+    verdict = "fits" if host <= report.device.host_memory else "does NOT fit"
+    return f"{line} a process, {node}{verdict} {_readable(processes * report.device.host_memory)} a node"
+
+
 def _longest_line(report: Report) -> str:
-    """Return the longest sequence of the layout, or what limits it where the device does not."""
-    if report.limited_by == "host":
-        return ("longest sequence in this layout: limited by host memory, which the plan does not know: "
-                f"{_readable(report.memory.host)} a process at this length")
+    """Return the longest sequence of the layout, and whether it is the host that limits it."""
     host = report.host_at_longest
     return (f"longest sequence that fits in this layout: {report.longest:,} tokens"
-            + (f", with {_readable(host)} of host memory a process" if host else ""))
+            + (f", with {_readable(host)} of host memory a process" if host else "")
+            + (", which is what limits it" if host and report.limited_by == "host" else ""))
 
 
 def _time_lines(report: Report) -> list[str]:

@@ -1,9 +1,9 @@
 """Find a layout and memory techniques for a model on given devices: the fastest step, or the longest sequence.
 
 The search tries every tensor-parallel size inside a node, every pipeline and sequence-parallel size that divides the
-ranks, ZeRO stages, and a list of memory techniques from the fastest to the one that needs the least memory. The rules
-of the command line check each candidate, ``plan.memory`` predicts its peak memory, and ``plan.step_time`` estimates its
-step time. Nothing is started.
+ranks, ZeRO stages, and combinations of memory techniques (``plan.techniques``), chunks of the sequence among them. The
+rules of the command line check each candidate, ``plan.memory`` predicts its peak on the device and on the host, and
+``plan.step_time`` estimates its step time. Nothing is started.
 """
 
 from __future__ import annotations
@@ -19,63 +19,40 @@ from megatron_sp.plan.devices import GIB, Device
 from megatron_sp.plan.memory import MemoryPlan, predict
 from megatron_sp.plan.report import longest_sequence, with_length
 from megatron_sp.plan.step_time import StepTime, predict_step_time
-
-#: Tokens of a tile of the feed-forward layer in the ladder below.
-MLP_TILE = 8192
-#: Share of a device's memory that a plan may use: the rest is left to fragmentation and libraries.
-USABLE = 0.92
-
-#: Name -> fields of ``schema.Memory``, from the fastest to the most sparing. Each row keeps what the one before saves.
-LADDER: dict[str, Memory] = {
-    "keep everything": Memory(),
-    "selective recomputation": Memory(recompute_granularity="selective"),
-    "full recomputation": Memory(recompute_granularity="full"),
-    "+ tiled feed-forward": Memory(recompute_granularity="full", mlp_tile_size=MLP_TILE),
-    "+ layer inputs on the host": Memory(recompute_granularity="full", mlp_tile_size=MLP_TILE, offload_activations=1.0),
-    "+ attention in 2 head groups": Memory(recompute_granularity="full", mlp_tile_size=MLP_TILE,
-                                           offload_activations=1.0, attention_head_groups=2),
-    "+ optimizer on the host": Memory(recompute_granularity="full", mlp_tile_size=MLP_TILE, offload_activations=1.0,
-                                      attention_head_groups=2, offload_optimizer=True),
-}
+from megatron_sp.plan.techniques import USABLE, Fit, cheapest, combinations, technique_flags
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with the memory techniques it uses, and what is predicted for it.
-
-    Attributes:
-        techniques: the row of ``LADDER``.
-        length: tokens of a sequence.
-    """
+    """A layout with the memory techniques it uses, and what is predicted for it."""
 
     run: Run
-    techniques: str
     memory: MemoryPlan
     time: StepTime
-    length: int
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of a sequence."""
+        return self.run.data.seq_length
 
     @property
     def flags(self) -> list[str]:
         """Return the flags for the layout and the memory techniques, without those of model and training."""
-        parallel, memory = self.run.parallel, self.run.memory
+        parallel = self.run.parallel
         values: dict[str, object] = {
             "--tensor-model-parallel-size": parallel.tp if parallel.tp > 1 else "",
             "--sequence-parallel": parallel.megatron_sp and parallel.tp > 1,
             "--pipeline-model-parallel-size": parallel.pp if parallel.pp > 1 else "",
             "--ulysses-size": parallel.ulysses if parallel.ulysses > 1 else "",
             "--ring-size": parallel.ring if parallel.ring > 1 else "",
-            "--zero-stage": parallel.zero_stage or "",
-            "--recompute-granularity": memory.recompute_granularity,
-            "--mlp-tile-size": memory.mlp_tile_size or "",
-            "--attention-head-groups": memory.attention_head_groups if memory.attention_head_groups > 1 else "",
-            "--offload-activations": memory.offload_activations > 0, "--offload-optimizer": memory.offload_optimizer}
+            "--zero-stage": parallel.zero_stage or ""}
         words: list[str] = []
         for flag, value in values.items():
             if value is True:
                 words.append(flag)
             elif value not in ("", False):
                 words += [flag, str(value)]
-        return words
+        return words + technique_flags(self.run.memory)
 
 
 def search(base: Run, world_size: int, device: Device, devices_per_node: int, *, longest: bool) -> list[Candidate]:
@@ -87,25 +64,41 @@ def search(base: Run, world_size: int, device: Device, devices_per_node: int, *,
         longest: the best is the one with the longest sequence (of equal ones the faster); else the one with the
             shortest step at the base's length.
     """
-    limited = replace(device, memory=int(device.memory * USABLE))
     found: list[Candidate] = []
     for layout in layouts(base, world_size, devices_per_node):
-        for name, memory in LADDER.items():
-            run = _run(base, layout, memory, world_size)
-            if run is None:
-                continue
-            length = longest_sequence(run, limited) if longest else base.data.seq_length
-            if length < 1:
-                continue
-            run = with_length(run, length)
-            peak = predict(run, device=device.kind)
-            if peak.total <= limited.memory:
-                found.append(Candidate(run, name, peak, predict_step_time(run, device, devices_per_node), length))
-                if not longest:
-                    break  # further rows of the ladder are slower
+        run = _run(base, layout, world_size)
+        if run is None:
+            continue
+        fit = _longest(run, device, devices_per_node) if longest else cheapest(run, device, devices_per_node)
+        if fit is not None:
+            found.append(Candidate(fit.run, fit.memory, fit.time))
     if longest:
         return sorted(found, key=lambda each: (-each.length, each.time.total))
     return sorted(found, key=lambda each: (each.time.total, each.memory.total))
+
+
+def _longest(run: Run, device: Device, devices_per_node: int) -> Fit | None:
+    """Return the run with the techniques and at the length at which its sequence is longest; None where none fits.
+
+    Of techniques that reach the same length, the one with the shorter step is taken.
+    """
+    best: Fit | None = None
+    for tried in combinations(run, device.kind, any_length=True):
+        reached = best.run.data.seq_length if best else 1
+        start = with_length(tried, reached)
+        if best and not device.holds(predict(start, device=device.kind), USABLE):
+            continue
+        length = longest_sequence(tried, device, USABLE)
+        if length < reached:
+            continue
+        at_length = with_length(tried, length)
+        if check_problems(at_length):
+            continue
+        fit = Fit(at_length, predict(at_length, device=device.kind),
+                  predict_step_time(at_length, device, devices_per_node))
+        if best is None or length > reached or fit.time.total < best.time.total:
+            best = fit
+    return best
 
 
 def layouts(base: Run, world_size: int, devices_per_node: int) -> Iterator[Parallel]:
@@ -120,20 +113,20 @@ def layouts(base: Run, world_size: int, devices_per_node: int) -> Iterator[Paral
             for sp in _divisors(world_size // (tp * pp)):
                 split = split_sequence(sp, heads=model.num_attention_heads, kv_heads=model.num_query_groups, tp=tp,
                                        devices_per_node=devices_per_node)
-                for stage in (1, 3) if pp == 1 else (1,):
+                for stage in (0,) if world_size == tp * pp else (1, 3) if pp == 1 else (1,):
                     yield Parallel(tp=tp, pp=pp, ulysses=split.ulysses, ring=split.ring, megatron_sp=tp > 1,
-                                   zero_stage=stage if world_size > tp * pp else 0)
+                                   zero_stage=stage)
 
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _run(base: Run, parallel: Parallel, memory: Memory, world_size: int) -> Run | None:
-    """Return the base in this layout with these techniques, or None where a rule forbids it."""
+def _run(base: Run, parallel: Parallel, world_size: int) -> Run | None:
+    """Return the base in this layout without memory techniques, or None where a rule forbids it."""
     vocab = base.model.vocab_size
     model = replace(base.model, padded_vocab_size=0)
-    run = resolve(replace(base, model=model, parallel=parallel, memory=memory), world_size)
+    run = resolve(replace(base, model=model, parallel=parallel, memory=Memory()), world_size)
     if check_problems(run):
         return None
     return with_vocab(run, vocab)

@@ -7,7 +7,8 @@
 Assumptions, all of them in ``Assumptions``: matrix products and attention run at a fixed share of the device's peak;
 links reach a fixed share of their data-sheet bandwidth; a group whose ranks lie in one node uses the links of the node,
 any other the network; communication that normally runs beside computation (ZeRO, ring, pipeline) costs only what is
-longer than the computation it runs beside; Ulysses and tensor parallelism wait for theirs. Elementwise operators,
+longer than the computation it runs beside; Ulysses and tensor parallelism wait for theirs. An optimizer in host memory
+updates there, at the speed at which the host reads and writes memory, while the device waits. Elementwise operators,
 launch overhead, stragglers and data reading are not counted. The figures compare layouts; they promise no speed.
 """
 
@@ -22,7 +23,7 @@ from megatron_sp.layout.tiles import num_chunks
 from megatron_sp.plan.communication import Traffic, step_traffic
 from megatron_sp.plan.devices import Device
 from megatron_sp.plan.flops import repeats_of, sequence_flops
-from megatron_sp.plan.sizes import FP32, Sizes
+from megatron_sp.plan.sizes import FP32, Sizes, Weights
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,13 @@ class Assumptions:
         compute: of the device's peak FLOP/s, in matrix products and attention together.
         link: of a link's bandwidth.
         overlap: of the computation that communication can run beside.
+        host_update: bytes/s that a device's share of the host reads and writes in an optimizer's update, no share.
     """
 
     compute: float = 0.5
     link: float = 0.7
     overlap: float = 0.8
+    host_update: float = 2e10
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class StepTime:
     Attributes:
         compute: matrix products and attention of one device, recomputation included.
         exposed: communication that computation does not hide, by axis.
-        host: transfers of offloaded activations and states that computation does not hide.
+        host: transfers of offloaded activations and states that computation does not hide, and an update on the host.
         bubble: share of the step in which a pipeline rank waits.
         mfu: model FLOPs (causal half, no recomputation) over peak times step time.
     """
@@ -80,6 +83,7 @@ def predict_step_time(run: Run, device: Device, devices_per_node: int = 8,
             seconds, room = max(0.0, seconds - room), max(0.0, room - seconds)
         exposed[traffic.axis] = seconds
     host = max(0.0, _host_bytes(run) / (device.host_bandwidth * assumptions.link) - room)
+    host += _updated_bytes(run) / assumptions.host_update
     bubble = pipeline_bubble(run)
     total = (compute + sum(exposed.values()) + host) / (1 - bubble)
     return StepTime(compute, exposed, host, bubble, share * flops.train() / (peak * total))
@@ -125,8 +129,16 @@ def _host_bytes(run: Run) -> float:
     if memory.offload_key_values:
         moved += layers * microbatches * _fetched_keys(run, num_chunks(run))
     if memory.offload_optimizer:
-        moved += 2 * 4 * _parameters(run) / max(1, parallel.fsdp_size or parallel.fsdp)
+        moved += 2 * FP32 * _own_parameters(run)
     return moved
+
+
+def _updated_bytes(run: Run) -> float:
+    """Return the bytes of host memory that the update of an offloaded optimizer reads and writes.
+
+    It reads the weight, its gradient and the optimizer's states, and writes weight and states: 7 values with Adam.
+    """
+    return 7 * FP32 * _own_parameters(run) if run.memory.offload_optimizer else 0.0
 
 
 def _fetched_keys(run: Run, chunks: int) -> float:
@@ -143,8 +155,8 @@ def _fetched_keys(run: Run, chunks: int) -> float:
     return (chunks - 1) / 2 * one * ((forwards + 1) * sizes.element + 2 * FP32) + 2 * one * sizes.element
 
 
-def _parameters(run: Run) -> float:
-    from megatron_sp.plan.sizes import Weights
-
-    weights = Weights.of(run)
-    return run.model.num_layers / run.parallel.pp * weights.layer + weights.embedding + weights.output
+def _own_parameters(run: Run) -> float:
+    """Return the number of parameters whose optimizer states a rank holds."""
+    parallel, weights = run.parallel, Weights.of(run)
+    shards = 1 if parallel.zero_stage == 0 else parallel.fsdp_size or parallel.fsdp
+    return (run.model.num_layers / parallel.pp * weights.layer + weights.embedding + weights.output) / max(1, shards)

@@ -40,6 +40,12 @@ def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Se
     """
     tokenizer = choose_tokenizer(run)
     run = with_vocab(run, tokenizer.vocab_size)
+    if run.memory.memory_efficiency:    # the ranks agree on the smallest device before the configuration is known
+        from megatron_sp.train.memory_efficiency import with_needed_techniques
+
+        run, chosen = with_needed_techniques(run, start(run.parallel, environment, signals),
+                                             environment.local_world_size)
+        notes = [*notes, *chosen]
     if environment.rank == 0:
         print_configuration(run, notes)
     device = start(run.parallel, environment, signals)

@@ -19,7 +19,6 @@ PLAN_FLAGS: dict[str, tuple[str, str]] = {
     "--world-size": ("N", "Number of processes to plan for (default: the launcher's or WORLD_SIZE, else as many as "
                             "one copy of the model needs). Needs --dry-run."),
     "--device": ("NAME", "Device to plan for, such as A100-80 or H200 (default: H100). Needs --dry-run."),
-    "--device-memory": ("SIZE", "Another memory than the device's, such as 80GB or 40GiB. Needs --dry-run."),
     "--json": ("", "Print the plan as JSON. Needs --dry-run."),
 }
 
@@ -31,13 +30,11 @@ class PlanFlags:
     Attributes:
         world_size: number of processes; 0 for the launcher's.
         device: name of the device; "" for the default.
-        device_memory: a size such as 80GB; "" for the device's.
         json: print JSON instead of text.
     """
 
     world_size: int = 0
     device: str = ""
-    device_memory: str = ""
     json: bool = False
 
 
@@ -76,4 +73,4 @@ def split_plan_flags(argv: Sequence[str]) -> tuple[PlanFlags | None, list[str]]:
         raise ConfigError(problems)
     if "--dry-run" not in given:
         return None, rest
-    return PlanFlags(size, given.get("--device", ""), given.get("--device-memory", ""), "--json" in given), rest
+    return PlanFlags(size, given.get("--device", ""), "--json" in given), rest

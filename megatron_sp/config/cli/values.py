@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 
 QUOTES = "'\""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(K|M|G|T)?(i?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def strip_quotes(text: str) -> str:
@@ -49,6 +52,19 @@ def parse_float(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is not a finite number")
     return number
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a text such as ``80GB`` (10^9), ``40GiB`` (2^30) or ``512MiB`` names.
+
+    Raises:
+        ValueError: with a sentence fragment saying what is expected.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is not a size above 0 such as 80GB or 40GiB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** _POWERS[(match[2] or "").upper()])
 
 
 def is_number(text: str) -> bool:

@@ -8,7 +8,7 @@ from megatron_sp.config.cli.options import schema_options
 from megatron_sp.config.rules.attention import check_attention, window_notes
 from megatron_sp.config.rules.bounds import BOUNDS, bound_problem
 from megatron_sp.config.rules.data import check_data, check_tokenizer
-from megatron_sp.config.rules.memory import check_chunks, check_memory
+from megatron_sp.config.rules.memory import check_chunks, check_memory, check_sizes, check_use_of_sizes
 from megatron_sp.config.rules.pipeline import check_pipeline, check_ring
 from megatron_sp.config.rules.positions import check_positions, position_notes
 from megatron_sp.config.rules.schedule import check_schedule, check_weight_decay, horizon_notes
@@ -37,10 +37,15 @@ def check_problems(run: Run, plan: bool = False) -> list[str]:
     """
     topics: tuple[Callable[[Run], list[str]], ...] = (
         check_required, check_bounds, check_model, check_attention, check_parallel, check_overlap, check_pipeline,
+<<<<<<< HEAD
         check_ring, check_memory, check_chunks, check_sequence, check_batch, check_length, check_schedule,
         check_weight_decay, check_precision, check_kernels, check_positions)
+=======
+        check_ring, check_memory, check_chunks, check_sizes, check_sequence, check_batch, check_length, check_schedule,
+        check_weight_decay, check_precision, check_kernels)
+>>>>>>> 1999941 (Choose memory techniques by predicted cost, within the memory of device and host)
     if not plan:
-        topics += (check_data, check_tokenizer, check_checkpoint, check_logging)
+        topics += (check_data, check_tokenizer, check_checkpoint, check_logging, check_use_of_sizes)
     return [problem for topic in topics for problem in topic(run)]
 
 

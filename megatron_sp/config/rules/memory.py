@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_sp.config.cli.values import counted, nearest, nearest_multiples
+from megatron_sp.config.cli.values import counted, nearest, nearest_multiples, parse_size
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.schedules import SCHEDULES
 
@@ -29,6 +29,29 @@ def check_memory(run: Run) -> list[str]:
         found += [f"{flag} recomputes inside backward, which --pipeline-schedule {parallel.pipeline_schedule} splits "
                   "in two; leave it out, or use another schedule." for flag, is_used in used.items() if is_used]
     return found
+
+
+def check_sizes(run: Run) -> list[str]:
+    """Sizes of memories that cannot be read."""
+    found = []
+    for flag, text in _sizes(run).items():
+        try:
+            parse_size(text or "1")
+        except ValueError as error:
+            found.append(f"{flag}: {error}.")
+    return found
+
+
+def check_use_of_sizes(run: Run) -> list[str]:
+    """Sizes of memories in a run that does not use them; a plan does."""
+    if run.memory.memory_efficiency:
+        return []
+    return [f"{flag} {text} needs --memory-efficiency auto or --dry-run, which look at it." for flag, text in
+            _sizes(run).items() if text]
+
+
+def _sizes(run: Run) -> dict[str, str]:
+    return {"--device-memory": run.memory.device_memory, "--host-memory": run.memory.host_memory}
 
 
 def check_chunks(run: Run) -> list[str]:

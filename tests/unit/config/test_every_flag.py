@@ -187,7 +187,6 @@ BECOMES = {
     "train.gradient_accumulation_steps": "train.global_batch_size",
     "parallel.layers_per_virtual_stage": "parallel.stages_per_rank",
     "parallel.sequence_split": "parallel.ulysses",
-    "parallel.devices_per_node": "parallel.ring",           # by way of the split
     "precision.bf16": "precision.dtype",
     "model.kv_channels": "model.head_dim",
     "model.rotary_percent": "model.rotary_width",

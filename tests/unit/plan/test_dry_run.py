@@ -39,13 +39,21 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_that_does_not_fit_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry_run(PlanFlags(device_memory="1GB"), RUN.split(), 1) == 0
+    assert dry_run(PlanFlags(), [*RUN.split(), "--device-memory", "1GB"], 1) == 0
     assert "does NOT fit" in (text := capsys.readouterr().out) and "tools/plan.py" in text
+
+
+def test_a_plan_shows_what_memory_efficiency_turns_on(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*RUN.split(), "--seq-length", "262144", "--device-memory", "8GB", "--memory-efficiency", "auto"]
+    assert dry_run(PlanFlags(), words, 1) == 0
+    shown = capsys.readouterr().out
+    assert "--memory-efficiency auto: " in shown and "turned on:" in shown and "does NOT fit" not in shown
+    with pytest.raises(ConfigError, match="no memory technique makes this run fit"):
+        dry_run(PlanFlags(), [*words, "--device-memory", "3.5GB"], 1)
 
 
 @pytest.mark.parametrize("flags, part", [
     (PlanFlags(device="H1000"), "--device: 'H1000' is not one of"),
-    (PlanFlags(device_memory="much"), "--device-memory: 'much' is not a size"),
     (PlanFlags(world_size=3), "--global-batch-size 8 is not a multiple")])
 def test_refusals(flags: PlanFlags, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
@@ -54,7 +62,7 @@ def test_refusals(flags: PlanFlags, part: str) -> None:
 
 def test_flags_of_a_plan_are_cut_out() -> None:
     words = "--dry_run --world-size=16 --device H200 --lr 1 --json --device-memory 80GB".split()
-    assert split_plan_flags(words) == (PlanFlags(16, "H200", "80GB", True), ["--lr", "1"])
+    assert split_plan_flags(words) == (PlanFlags(16, "H200", True), ["--lr", "1", "--device-memory", "80GB"])
     assert split_plan_flags(["--lr", "1"]) == (None, ["--lr", "1"])
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_sp.config.cli.values import parse_size
 from megatron_sp.config.load import load_run
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.config.schema import Run
 from megatron_sp.plan.communication import step_traffic
-from megatron_sp.plan.devices import DEVICES, GIB, find_device, parse_size
+from megatron_sp.plan.devices import DEVICES, GIB, find_device
 from megatron_sp.plan.memory import predict
-from megatron_sp.plan.report import fits, longest_sequence, parameters, plan_run, with_length
+from megatron_sp.plan.report import longest_sequence, parameters, plan_run, with_length
 from megatron_sp.plan.search import search
 from megatron_sp.plan.step_time import pipeline_bubble, predict_step_time
 
@@ -27,6 +28,13 @@ A100 = DEVICES["A100-40"]
 def planned(flags: str, world_size: int) -> Run:
     run, _ = load_run(flags.split(), world_size, files=False)
     return with_vocab(run, run.model.vocab_size)
+
+
+def test_an_update_on_the_host_takes_time() -> None:
+    flags = f"{GPT_1B} {RECOMPUTED} --seq-length 65536 --ulysses-size 8"
+    on_device, on_host = (predict_step_time(planned(f"{flags} {more}", 8), A100)
+                          for more in ("", "--offload-optimizer"))
+    assert on_host.host - on_device.host == pytest.approx(7 * 4 * parameters(planned(flags, 8)) / 8 / 2e10, rel=0.01)
 
 
 @pytest.mark.parametrize("model,length,world,sp,more,gib", [
@@ -55,20 +63,31 @@ def test_a_million_tokens_of_a_1b_model_fit_eight_small_gpus() -> None:
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     run = planned(f"{GPT_1B} {RECOMPUTED} --seq-length 8192 --ulysses-size 8 --global-batch-size 1", 8)
     longest = longest_sequence(run, A100)
-    assert fits(with_length(run, longest), A100)
-    assert not fits(with_length(run, longest + longest // 64 // 8 * 8), A100)
+    assert A100.holds(predict(with_length(run, longest), device="gpu"))
+    assert not A100.holds(predict(with_length(run, longest + longest // 64 // 8 * 8), device="gpu"))
     assert longest_sequence(run, replace(A100, memory=GIB)) == 0
 
 
-@pytest.mark.parametrize("offload,limit", [
-    ("--offload-activations", "tokens, with "),
-    ("--sequence-chunk-size 8192 --offload-key-values", "limited by host memory, which the plan does not know: ")])
-def test_a_length_that_the_device_does_not_limit_is_not_printed(offload: str, limit: str) -> None:
+@pytest.mark.parametrize("offload,host_memory,limit", [
+    ("--offload-activations", 128 * GIB, "device"), ("--offload-activations", 2 * GIB, "host"),
+    ("--sequence-chunk-size 8192 --offload-key-values", 128 * GIB, "host")])
+def test_the_memory_that_limits_the_length_is_named(offload: str, host_memory: int, limit: str) -> None:
     run = planned(f"{GPT_1B} {RECOMPUTED} --seq-length 65536 --ulysses-size 8 --global-batch-size 1 {offload}", 8)
-    report = plan_run(run, replace(A100, memory=16 * GIB))
+    report = plan_run(run, replace(A100, memory=16 * GIB, host_memory=host_memory))
     [line] = [line for line in report.text().splitlines() if line.startswith("longest sequence")]
-    assert limit in line and (f"{report.longest:,}" in line) == (report.limited_by == "device")
-    assert report.to_dict()["length_limited_by"] == report.limited_by
+    assert f"{report.longest:,}" in line and ("which is what limits it" in line) == (limit == "host")
+    assert report.to_dict()["length_limited_by"] == report.limited_by == limit
+    assert report.host_at_longest <= host_memory
+
+
+def test_host_memory_of_a_node_and_its_limit_are_stated() -> None:
+    run = planned(f"{GPT_1B} {RECOMPUTED} --seq-length 65536 --ulysses-size 8 --offload-activations", 16)
+    report = plan_run(run, replace(A100, host_memory=GIB), devices_per_node=4)
+    host = report.memory.host
+    assert host > 0 and report.to_dict()["memory"]["host_of_a_node"] == 4 * host
+    assert (f"{host / GIB:.2f} GiB a process" if host >= GIB else "MiB a process") in report.text()
+    assert "on a node of 4; fits 4.00 GiB a node" in report.text() and report.fits
+    assert not plan_run(run, replace(A100, host_memory=host // 2), devices_per_node=4).fits
 
 
 def test_ulysses_traffic_is_the_papers() -> None:
