@@ -36,7 +36,7 @@ COMMAND=("$PYTHON" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}")
 if [ "${DRY_RUN:-0}" = 1 ]; then
     printf '%q ' "${COMMAND[@]}"
     echo
-    exec "$PYTHON" "$ROOT/pretrain_gpt.py" --host-memory 512GB "${FLAGS[@]}" --dry-run --world-size 1 --device "${DEVICE:-H100}"
+    exec "${COMMAND[@]}" --host-memory 512GB --dry-run --world-size 1 --device "${DEVICE:-H100}"
 fi
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} # keeps fragmentation small
 exec "${COMMAND[@]}"

@@ -49,8 +49,8 @@ class Device:
 
 #: Node links: NVLink 3 (A100) 300 GB/s, NVLink 4 (H100, H200) 450, NVLink 5 (B200) 900, PCIe 4 x16 (L40S) 32, one
 #: direction each. Network: one 200 Gb/s adapter a device (A100, L40S), one 400 Gb/s adapter (H100 and later).
-#: Host memory: an eighth of what the manufacturers' systems of 8 GPUs have (DGX A100 with 320 GB: 1 TB; with 640 GB, and
-#: DGX H100, H200, B200: 2 TB), for L40S a usual server of 8 GPUs with 1 TB.
+#: Host memory: an eighth of what the manufacturers' systems of 8 GPUs have (DGX A100 with 320 GB: 1 TB; with 640 GB:
+#: 2 TB; DGX H100, H200, B200: 2 TB), for L40S a usual server of 8 GPUs with 1 TB.
 #: The CPU row is a rough figure for one process on one core, so that plans can be compared with runs on a laptop.
 DEVICES = {device.name: device for device in (
     Device("A100-40", 40 * GIB, 312.0, 19.5, 300 * GB, 25 * GB, 25 * GB, 128 * GB),

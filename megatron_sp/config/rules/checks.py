@@ -37,13 +37,8 @@ def check_problems(run: Run, plan: bool = False) -> list[str]:
     """
     topics: tuple[Callable[[Run], list[str]], ...] = (
         check_required, check_bounds, check_model, check_attention, check_parallel, check_overlap, check_pipeline,
-<<<<<<< HEAD
-        check_ring, check_memory, check_chunks, check_sequence, check_batch, check_length, check_schedule,
-        check_weight_decay, check_precision, check_kernels, check_positions)
-=======
         check_ring, check_memory, check_chunks, check_sizes, check_sequence, check_batch, check_length, check_schedule,
-        check_weight_decay, check_precision, check_kernels)
->>>>>>> 1999941 (Choose memory techniques by predicted cost, within the memory of device and host)
+        check_weight_decay, check_precision, check_kernels, check_positions)
     if not plan:
         topics += (check_data, check_tokenizer, check_checkpoint, check_logging, check_use_of_sizes)
     return [problem for topic in topics for problem in topic(run)]
