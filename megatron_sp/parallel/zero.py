@@ -13,8 +13,9 @@ groups of N ranks, and every group has a copy (hybrid sharding). Stage 0 in fp32
 | 3 | for every forward and every backward | in every backward | parameters too |
 
 A step has a backward for each microbatch and, with ``--sequence-chunk-size``, for each of its chunks. Over the copies
-of a shard (stage 0, hybrid sharding) gradients are summed in the last backward of a step. A pipeline gathers once a
-step in stage 3 too, and sums in the last backward, because microbatches take turns.
+of a shard (stage 0, hybrid sharding) gradients are summed in the last backward of a step. In a pipeline, where
+microbatches take turns, all stages sum in the last backward, and stage 3 keeps weights after a backward until the next
+forward has used them.
 
 Gradients are summed, never averaged, because the loss is already divided by the global token count.
 """

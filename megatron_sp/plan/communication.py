@@ -111,7 +111,9 @@ def _states(run: Run, layers: int, microbatches: int) -> tuple[float, str]:
     shard = parallel.fsdp_size or parallel.fsdp
     reduce = 2 if run.precision.grad_reduce_in_bf16 else FP32
     reductions = microbatches if parallel.zero_stage >= 2 and parallel.pp == 1 else 1
-    gathers = microbatches * (2 + _first_pass(run)) if parallel.zero_stage == 3 and parallel.pp == 1 else 1
+    gathers = 1.0
+    if parallel.zero_stage == 3:  # a pipeline keeps weights between a backward and the next forward
+        gathers = microbatches * (2 + _first_pass(run)) if parallel.pp == 1 else microbatches + 1
     sent = _share(shard) * parameters * (reductions * reduce + gathers * Sizes.of(run).element)
     if parallel.fsdp > shard:
         sent += 2 * _share(parallel.fsdp // shard) * parameters / shard * reduce  # in the last backward

@@ -186,9 +186,9 @@ class _Rank:
     @property
     def keeps_whole_gradients(self) -> bool:
         """Return whether FSDP keeps gradients unsharded between backwards."""
+        # torch's pipelines reduce after the last backward, also when there is only one.
         parallel = self.run.parallel
-        several = self.backwards > 1
-        return self.is_wrapped and several and (parallel.pp > 1 or parallel.zero_stage < 2)
+        return self.is_wrapped and (parallel.pp > 1 or (self.backwards > 1 and parallel.zero_stage < 2))
 
     def gathered(self, *, layers: int, layer_now: bool, output: bool) -> float:
         """Return the bytes of gathered weights in the compute type, which exist beside the shards.
@@ -206,8 +206,8 @@ class _Rank:
         fetched = e * self.output if output and self.shard > 1 else 0.0  # the buffer of the all-gather
         if parallel.pp > 1:  # all stay gathered from the first microbatch to the last
             return e * self.parameters
-        if parallel.zero_stage < 3 and self.backwards > 1:  # likewise; only the last backward frees them
-            return e * self.parameters + fetched
+        if parallel.zero_stage < 3 and self.backwards > 1:  # likewise; nothing is being gathered any more
+            return e * self.parameters
         if parallel.zero_stage < 3:
             return e * (ends + layers * w.layer + (0 if w.is_tied or not layers else self.embedding)) + fetched
         if layer_now:  # this layer, and the next one, which is being gathered

@@ -17,6 +17,9 @@ CASES = {
     "interleaved": (2, LLAMA + SMALL + "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
     "chunks": (2, LLAMA + SMALL + "--pipeline-model-parallel-size 2 --sequence-chunk-size 256 --global-batch-size 1"),
     "sharded": (4, LLAMA + FULL + SMALL + "--pipeline-model-parallel-size 2 --zero-stage 2 --ulysses-size 2"),
+    "sharded, one microbatch": (4, LLAMA + FULL + SMALL + "--pipeline-model-parallel-size 2 --zero-stage 2 "
+                                   "--ulysses-size 2 --global-batch-size 1"),
+    "weights kept between microbatches": (4, LLAMA + FULL + SMALL + "--zero-stage 1 --ulysses-size 4"),
 }
 
 
@@ -24,7 +27,7 @@ def traced(cases: dict[str, str]) -> dict[str, Traced]:
     """On a rank: what each allocates."""
     found = {}
     for name, flags in cases.items():
-        run = resolved(flags, 2 if name != "sharded" else 4)
+        run = resolved(flags, CASES[name][0])
         found[name] = trace_here(run, ParallelMesh.build(run.parallel), explain=True)
     return found
 

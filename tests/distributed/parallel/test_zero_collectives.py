@@ -19,7 +19,8 @@ LAYERS = 2
 MODEL = (f"--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm "
          "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
          "--micro-batch-size 1 --seq-length 16 --no-shared-memory ")
-KINDS = {"_allgather_base_": "gathers", "_reduce_scatter_base_": "scatters", "allreduce_": "sums"}
+KINDS = {"_allgather_base_": "gathers", "_reduce_scatter_base_": "scatters", "allreduce_": "sums",
+         "send": "sent", "recv_": "received"}
 #: Units that FSDP gathers: the layers, the embedding, the output layer with the norm before it.
 UNITS = LAYERS + 2
 #: Sums of a few numbers in every step: valid tokens, and the loss with the gradient norm.
@@ -74,5 +75,12 @@ def test_collectives_of_a_step(ranks: RunRanks) -> None:
             f"{flags} 2 --fsdp-size 2": {"gathers": once, "scatters": every, "sums": NUMBERS + once},
             f"{flags} 3 --fsdp-size 2": {"gathers": again, "scatters": every, "sums": NUMBERS + once},
         }
-    for of_rank in ranks(count, WORLD, list(expected)):
+    # Two pipeline stages, each with a layer and one end of the model. Each microbatch crosses once in each direction.
+    # Stage 3 frees weights after a forward, but after a backward it keeps them until the next forward.
+    pipeline = [f"--pipeline-model-parallel-size 2 --global-batch-size 6 --zero-stage {stage}" for stage in range(4)]
+    crossing, unit = {"sent": 3, "received": 3}, UNITS // 2
+    sharded = {"gathers": unit, "scatters": unit, "sums": NUMBERS} | crossing
+    expected |= {pipeline[0]: {"sums": NUMBERS + 1} | crossing, pipeline[1]: sharded, pipeline[2]: sharded}
+    for rank, of_rank in enumerate(ranks(count, WORLD, [*expected, pipeline[3]])):
         assert dict(zip(expected, of_rank)) == expected
+        assert of_rank[-1] == sharded | {"gathers": 7 if rank < 2 else 5}
