@@ -13,7 +13,6 @@ On a machine with other work, more rounds give steadier figures.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -27,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_sp import runtime  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
+from megatron_sp.output_files import write_json  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
 
 KINDS = ("none", "sync", "async")
@@ -134,7 +134,7 @@ def main(argv: list[str]) -> int:
               f"{result['seconds_blocked_async']:.2f} s; complete after "
               f"{result['seconds_until_complete']['async']:.2f} s")
         if arguments.output:
-            arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(arguments.output, result, "--output")
     runtime.stop()
     return 0
 

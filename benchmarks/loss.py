@@ -10,7 +10,6 @@ processor times are compared. The exit status is 1 if tiled / unfused is above `
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -20,6 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from megatron_sp.output_files import write_json  # noqa: E402
+from megatron_sp.runtime import run_program  # noqa: E402
 
 
 def steps(tokens: int, hidden: int, vocab: int, device_name: str) -> dict[str, Callable[[], float]]:
@@ -52,7 +54,7 @@ def steps(tokens: int, hidden: int, vocab: int, device_name: str) -> dict[str, C
     }
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="default: %(default)s")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (default: %(default)s)")
@@ -62,7 +64,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1.3,
                         help="largest time of the tiled loss relative to the unfused one (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     import torch
 
     torch.set_num_threads(1)
@@ -80,13 +82,12 @@ def main() -> None:
     for name, median in medians.items():
         print(f"{name:38} {median * 1e3:8.0f} ms   {median / plain:5.2f} of unfused   loss {losses[name]:.4f}")
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({
+        write_json(arguments.json, {
             "tokens": arguments.tokens, "hidden": arguments.hidden, "vocab": arguments.vocab, "seconds": medians,
-            "ratio": tiled / plain, "load": os.getloadavg()[0], "device": arguments.device}, indent=1))
+            "ratio": tiled / plain, "load": os.getloadavg()[0], "device": arguments.device}, "--json")
     print(f"tiled / unfused = {tiled / plain:.2f} (limit {arguments.limit:g})")
-    sys.exit(tiled / plain > arguments.limit)
+    return int(tiled / plain > arguments.limit)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -32,6 +32,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_sp.output_files import write_json  # noqa: E402
+from megatron_sp.runtime import run_program  # noqa: E402
+
 ENDINGS = (".py", ".txt", ".md", ".rst")
 
 #: Encodes every line of sys.argv[1] with sys.argv[2] processes and prints the number of tokens.
@@ -179,7 +184,7 @@ def measure(arguments: argparse.Namespace, name: str, flags: list[str], files: l
     return found
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, default=None, help="JSON lines to tokenize (default: made)")
     parser.add_argument("--megabytes", type=int, default=50, help="size of the input (default: %(default)s)")
@@ -194,7 +199,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1.0,
                         help="least processor time of the library by that of the tool (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=None, help="JSON file for the figures")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     jobs = {"sentencepiece": (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model",
                                arguments.tokenizer_model], [arguments.tokenizer_model])}
     if arguments.vocab_file and arguments.merge_file:
@@ -216,9 +221,9 @@ def main() -> None:
             small, large = found.get("peak_mib", (1, 1))
             failed |= found["times_the_library"]["processor"] < arguments.limit or large > 1.1 * small
     if arguments.output:
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n")
-    sys.exit(failed)
+        write_json(arguments.output, results, "--output")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

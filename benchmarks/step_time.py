@@ -19,7 +19,6 @@ The exit status is 1 if a ratio misses its goal (``--goal-one``, ``--goal-split`
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import resource
@@ -34,6 +33,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from megatron_sp.output_files import write_json  # noqa: E402
+from megatron_sp.runtime import run_program  # noqa: E402
 
 AWAKE = 0.1  # seconds to spin before a step
 SHAPE = dict(layers=4, hidden=256, heads=8, ffn=688, vocab=8192)
@@ -198,7 +200,7 @@ def show(length: int, programs: list[Program]) -> dict[str, Any]:
     return dict(seq_length=length, programs=rows, ratios=ratios)
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[2048, 8192], help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=7,
@@ -212,7 +214,7 @@ def main() -> None:
     parser.add_argument("--by-cpu-time", action="store_true",
                         help="compare processor time with the goals instead of wall-clock time")
     parser.add_argument("--json", type=Path, help="also write all figures here")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start; 1 thread per process, fp32")
     print(", ".join(f"{name} {value}" for name, value in SHAPE.items()))
@@ -221,14 +223,14 @@ def main() -> None:
                  for length in arguments.seq_lengths]
     print(f"\nload {os.getloadavg()[0]:.1f} at the end")
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+        write_json(arguments.json, found, "--json")
     kind = "cpu" if arguments.by_cpu_time else "wall"
     reached = all(result["ratios"][kind][0] >= arguments.goal_one and
                   result["ratios"][kind][1] >= arguments.goal_split for result in found)
     print(f"goals (ours / plain >= {arguments.goal_one:g}, ulysses 2 / ours >= {arguments.goal_split:g}) "
           f"{'reached' if reached else 'missed'} by {kind} time")
-    sys.exit(0 if reached else 1)
+    return 0 if reached else 1
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

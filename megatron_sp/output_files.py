@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megatron_sp.errors import DataError
 
@@ -57,3 +58,13 @@ def complete_file(path: str | os.PathLike[str], flag: str = "") -> Iterator[Bina
     finally:
         with contextlib.suppress(OSError):
             os.remove(aside)
+
+
+def write_json(path: str | os.PathLike[str], value: Any, flag: str = "") -> None:
+    """Write a value as JSON, complete or not at all (see ``complete_file``).
+
+    Raises:
+        DataError: the file cannot be written, for example because the disk is full.
+    """
+    with complete_file(path, flag) as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")

@@ -67,7 +67,10 @@ def planned(lines: list[str]) -> tuple[Run, str]:
     """Return the run of a script's command, checked for the processes of its plan, and the plan's device."""
     flags, plan = flags_in(lines[0]), flags_in(lines[1])
     assert plan[:len(flags)] == flags
-    words, world_size, device = plan[len(flags):][::2], int(plan[-3]), plan[-1]
+    rest = plan[len(flags):]
+    if rest[0] == "--host-memory":
+        rest = rest[2:]
+    words, world_size, device = rest[::2], int(plan[-3]), plan[-1]
     assert words == ["--dry-run", str(world_size), device] and plan[-4] == "--world-size" and plan[-2] == "--device"
     run, _ = load_run(flags, world_size, files=False)
     return with_vocab(run, run.model.vocab_size), device
