@@ -11,7 +11,7 @@ gets a copy, and the gradients of the copies are summed. Six query heads, two ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Range = tuple[int, int]
 
@@ -102,15 +102,38 @@ class HeadSplit:
         return sum(stop - start for start, stop in self.ulysses_query) + 2 * sum(
             stop - start for start, stop in self.ulysses_kv)
 
-    def max_groups_without_extra_traffic(self, wanted: int) -> int:
-        """Return the largest number of groups, at most ``wanted``, whose exchanges send no more than one group's.
+    def in_groups_of_each_rank(self, count: int) -> list[HeadSplit]:
+        """Cut each Ulysses rank's query heads into ``count`` groups; group i holds part i of every rank.
 
-        In such a number of groups each rank has a query head of each group, and no key/value head is needed by two
-        groups, which would send it twice.
+        A group's key/value heads are those that its query heads use, so they are among those of the rank. Two Ulysses
+        ranks, six query heads, two key/value heads, two groups::
+
+            rank                      0           1
+            group 0: query heads     0 1         3 4
+            group 1: query heads      2           5
+            key/value heads           0           1      in both groups
         """
-        def sends_no_more(count: int) -> bool:
-            parts = self.in_groups(count)
-            return sum(part.heads_sent for part in parts) == self.heads_sent and all(
-                start < stop for part in parts for start, stop in part.ulysses_query)
+        parts = [split_evenly(stop - start, count) for start, stop in self.ulysses_query]
+        groups = []
+        for number in range(count):
+            query = tuple((start + mine[number][0], start + mine[number][1])
+                          for (start, _), mine in zip(self.ulysses_query, parts))
+            kv = [kv_range((self.query[0] + a, self.query[0] + b), self.num_query, self.num_kv) for a, b in query]
+            groups.append(replace(self, ulysses_query=query, ulysses_kv=tuple(
+                (a - self.kv[0], b - self.kv[0]) if a < b else (0, 0) for a, b in kv)))
+        return groups
 
-        return max(count for count in range(1, wanted + 1) if count == 1 or sends_no_more(count))
+    @property
+    def fewest_query_heads(self) -> int:
+        """Return the number of query heads of the Ulysses rank that has the fewest."""
+        return min(stop - start for start, stop in self.ulysses_query)
+
+    def can_cut_keys(self, count: int) -> bool:
+        """Return whether the exchanges of ``count`` groups of ``in_groups`` send no more than one group's.
+
+        Then each rank has a query head of each group, and no key/value head is needed by two groups, which would send
+        it twice.
+        """
+        parts = self.in_groups(count)
+        return sum(part.heads_sent for part in parts) == self.heads_sent and all(
+            part.fewest_query_heads > 0 for part in parts)

@@ -55,6 +55,8 @@ def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit)
                               match_heads(attend_in_query_blocks, indices, mesh.device), first_query_head(part, mesh))
 
     overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
+    if run.memory.sequence_chunk_size and not heads.can_cut_keys(2):
+        overlap = overlap or 1  # each group would keep the same keys and values for later chunks
     wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap, compiled=run.train.compile)
     if run.train.compile and (run.data.reset_attention_mask or any(layer_windows(run.model))):
         # Documents differ in each microbatch, so each would compile anew; windows are made of many small calls.

@@ -16,7 +16,7 @@ from megatron_sp.parallel.collectives import copy_heads, sum_copied_heads
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.ring import BlockKernel, Ring, RingAttention, Triple
 from megatron_sp.parallel.ulysses import Core, UlyssesAttention, UlyssesExchange
-from megatron_sp.parallel.ulysses_overlap import HeadGroup, OverlappedUlysses
+from megatron_sp.parallel.ulysses_overlap import HeadGroup, OverlappedQueries, OverlappedUlysses
 
 CPU = torch.device("cpu")
 #: Returns the core that attends with this rank's part of some heads.
@@ -109,18 +109,26 @@ def parallel_attention(core: CoreOf, kernel: BlockKernel, heads: HeadSplit, mesh
 def default_overlap(heads: HeadSplit, mesh: ParallelMesh) -> int:
     """Return the number of head groups where the user gives none.
 
-    Two groups on a GPU, if the exchanges of two send no more than those of one. One group on a CPU, which cannot send
-    while it attends.
+    Two groups on a GPU, if each rank has a query head for each. One group on a CPU, which cannot send while it attends.
     """
-    return heads.max_groups_without_extra_traffic(2) if mesh.device.type == "cuda" else 1
+    return min(2, heads.fewest_query_heads) if mesh.device.type == "cuda" else 1
 
 
-def overlapped_ulysses(core: CoreOf, heads: HeadSplit, mesh: ParallelMesh, count: int) -> OverlappedUlysses:
-    """Wrap a core with Ulysses exchanges of ``count`` groups of heads, which overlap with attention."""
+def overlapped_ulysses(core: CoreOf, heads: HeadSplit, mesh: ParallelMesh,
+                       count: int) -> OverlappedUlysses | OverlappedQueries:
+    """Wrap a core with Ulysses exchanges of ``count`` groups of heads, which overlap with attention.
+
+    The groups cut the key/value heads too, where that sends no more than one exchange of all heads.
+    """
     channel = mesh.channel("ulysses")
-    return OverlappedUlysses(heads, [
-        HeadGroup(part, UlyssesExchange(channel, part), core(part), first_query_head(part, mesh))
-        for part in heads.in_groups(count)])
+
+    def groups(parts: list[HeadSplit]) -> list[HeadGroup]:
+        return [HeadGroup(part, UlyssesExchange(channel, part), core(part), first_query_head(part, mesh))
+                for part in parts]
+
+    if heads.can_cut_keys(count) or heads.fewest_query_heads < count:
+        return OverlappedUlysses(heads, groups(heads.in_groups(count)))
+    return OverlappedQueries(heads, groups(heads.in_groups_of_each_rank(count)))
 
 
 def first_query_head(heads: HeadSplit, mesh: ParallelMesh) -> int:

@@ -120,6 +120,19 @@ class UlyssesExchange:
 
         return results
 
+    def start_queries(self, q: torch.Tensor, start: Start = start_all_to_all) -> Callable[[], torch.Tensor]:
+        """Start to exchange queries alone, where the ranks have the keys and values already; see ``start_to_heads``.
+
+        Args:
+            q: [b, s/P, n, d]
+        Returns:
+            A function without arguments, which waits and returns q [b, s, n_p, d].
+        """
+        change = SplitChange(2, (self.num_query,), 1, ((q.shape[1],) * self.size,))  # [b, s/P, n, d] -> [b, s, n_p, d]
+        self._count((q,), change)
+        finish = start((q,), change, self.channel)
+        return lambda: finish()[0]
+
     def _count(self, tensors: Sequence[torch.Tensor], change: SplitChange) -> None:
         self.sent.add(piece for rank, pieces in enumerate(change.pieces(tensors)) if rank != self.rank
                       for piece in pieces)

@@ -165,7 +165,8 @@ def _overlap_on_gpus(run: Run) -> int:
             run.memory.attention_head_groups > 1):
         return min(2, parallel.ulysses_overlap_groups)
     heads = HeadSplit.of(model.num_attention_heads, model.num_query_groups, tp=parallel.tp, ulysses=parallel.ulysses)
-    return heads.max_groups_without_extra_traffic(2)
+    chunked = run.memory.sequence_chunk_size and not heads.can_cut_keys(2)
+    return 1 if chunked else min(2, heads.fewest_query_heads)
 
 
 # ---------------------------------------------------------------- degrees

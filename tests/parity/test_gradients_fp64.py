@@ -39,6 +39,8 @@ LAYOUTS = [
     Case("ulysses 4, dp 2, through sockets", 8, f"{U4} --no-shared-memory"),
     *[Case(f"ulysses 2{name}, overlapped", world, f"{U2} {flags} --ulysses-overlap-groups 2", "eight_heads")
       for name, world, flags in (("", 2, ""), (", tp 2, zero 2", 4, f"{TP2} --zero-stage 2"))],
+    Case("ulysses 2, one key/value head, overlapped", 2, f"{U2} --ulysses-overlap-groups 2", "eight_heads",
+         model="--num-key-value-heads 1"),
     Case("ulysses 4, tp 2, zero 3, recompute", 8, f"{U4} {TP2} --zero-stage 3 --recompute-granularity full",
          "eight_heads"),
 ]

@@ -14,7 +14,7 @@ from megatron_sp.model.attention.cores import SDPACore
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.sequence import match_heads, overlapped_ulysses
 from megatron_sp.parallel.ulysses import UlyssesAttention, UlyssesExchange
-from megatron_sp.parallel.ulysses_overlap import OverlappedUlysses
+from megatron_sp.parallel.ulysses_overlap import OverlappedQueries, OverlappedUlysses
 from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import random_weights
 from megatron_sp.proof.steps import step_in_layout
@@ -30,7 +30,7 @@ def mesh_of(size: int, *flags: str) -> ParallelMesh:
 
 
 def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
-    for n, g, count in ((8, 8, 2), (8, 4, 2), (8, 2, 2), (8, 1, 2), (7, 7, 2), (12, 12, 3), (9, 3, 2)):
+    for n, g, count in ((8, 8, 2), (8, 4, 2), (8, 2, 2), (8, 1, 2), (7, 7, 2), (12, 12, 3), (9, 3, 2), (20, 2, 3)):
         split = HeadSplit.of(n, g, ulysses=size)
         if n < size * count:
             continue
@@ -48,8 +48,7 @@ def check_numbers(mesh: ParallelMesh, size: int, rank: int) -> None:
         for x, y in zip(*found):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
         sent = sum(group.exchange.sent.forward for group in beside.groups)
-        if split.max_groups_without_extra_traffic(count) == count:
-            assert sent == plain.exchange.sent.forward, (n, g, count)
+        assert sent == plain.exchange.sent.forward, (n, g, count)
 
 
 class Product(torch.autograd.Function):
@@ -84,20 +83,28 @@ class LoggedChannel(CollectiveChannel):
 
 
 def check_order(mesh: ParallelMesh, size: int, rank: int) -> None:
-    """Between start and wait of an exchange lies the attention of another group."""
+    """Between start and wait of an exchange lies the attention of another group, with keys in each group or in one."""
     channel = LoggedChannel(mesh.group("ulysses"), mesh.device)
     log: list[str] = []
     channel.log = log
-    split = HeadSplit.of(8, 8, ulysses=size)
-    beside = overlapped_ulysses(lambda part: lambda q, k, v, **_: Product.apply(q, k, v, log), split, mesh, 2)
-    for group in beside.groups:
-        group.exchange.channel = channel
-    q, k, v = (torch.ones(1, TOKENS // size, 8, WIDTH, requires_grad=True) for _ in range(3))
-    out = beside(q, k, v)
-    assert log == ["start", "wait", "start", "attend", "start", "wait", "attend", "start", "wait", "wait"]
-    log.clear()
-    out.sum().backward()
-    assert log == ["start", "start", "wait", "attend back", "start", "wait", "attend back", "wait", "start", "wait"]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        return Product.apply(q, k, v, log)
+
+    for n, g, kind in ((2 * size, 2 * size, OverlappedUlysses), (2 * size, size // 2, OverlappedQueries)):
+        split = HeadSplit.of(n, g, ulysses=size)
+        beside = overlapped_ulysses(lambda part: attend, split, mesh, 2)
+        assert isinstance(beside, kind)
+        for exchange in (*(group.exchange for group in beside.groups), getattr(beside, "exchange", None)):
+            if exchange is not None:
+                exchange.channel = channel
+        q, k, v = (torch.ones(1, TOKENS // size, heads, WIDTH, requires_grad=True) for heads in (n, g, g))
+        log.clear()
+        out = beside(q, k, v)
+        assert log == ["start", "wait", "start", "attend", "start", "wait", "attend", "start", "wait", "wait"]
+        log.clear()
+        out.sum().backward()
+        assert log == ["start", "start", "wait", "attend back", "start", "wait", "attend back", "wait", "start", "wait"]
 
 
 def check_all() -> None:
@@ -113,10 +120,19 @@ def test_overlap(ranks: RunRanks, world: int) -> None:
     ranks(check_all, world)
 
 
-@pytest.mark.parametrize("n, g, ulysses, groups", [
-    (32, 32, 8, 2), (32, 8, 4, 2), (32, 8, 8, 1), (8, 1, 4, 1), (4, 4, 4, 1), (30, 30, 8, 2)])
-def test_groups_by_default_send_no_more(n: int, g: int, ulysses: int, groups: int) -> None:
-    assert HeadSplit.of(n, g, ulysses=ulysses).max_groups_without_extra_traffic(2) == groups
+@pytest.mark.parametrize("n, g, ulysses, keys_too, most", [
+    (32, 32, 8, True, 4), (32, 8, 4, True, 8), (32, 8, 8, False, 4), (8, 1, 4, False, 2), (4, 4, 4, False, 1),
+    (30, 30, 8, True, 3)])
+def test_keys_are_cut_only_where_that_sends_no_more(n: int, g: int, ulysses: int, keys_too: bool, most: int) -> None:
+    heads = HeadSplit.of(n, g, ulysses=ulysses)
+    assert (heads.can_cut_keys(2), heads.fewest_query_heads) == (keys_too, most)
+
+
+def test_groups_of_each_rank_hold_every_head_once() -> None:
+    heads = HeadSplit.of(18, 3, tp=2, tp_rank=1, ulysses=2)  # query heads 9 to 17, which use key/value heads 1 and 2
+    first, second = heads.in_groups_of_each_rank(2)
+    assert (first.ulysses_query, second.ulysses_query) == (((0, 3), (5, 7)), ((3, 5), (7, 9)))
+    assert (first.ulysses_kv, second.ulysses_kv) == (((0, 1), (1, 2)), ((1, 2), (1, 2)))
 
 
 def test_overlap_is_what_the_flag_gives(ranks: RunRanks) -> None:
