@@ -20,6 +20,7 @@ PROGRAMS = {
     "inspect_dataset": "show, check and compare token files and samples",
     "build_index": "build the index cache of a run beforehand",
     "evaluate": "perplexity of a checkpoint",
+    "needle_in_a_haystack": "whether a model finds a sentence in a long text",
     "generate_text": "sample text from a checkpoint",
     "convert_checkpoint": "bring a model from Hugging Face or Megatron, or take one to Hugging Face",
     "verify_layout": "prove on CPU that a layout trains as one process does",
@@ -32,7 +33,7 @@ def main() -> int:
     """Run the program that the first word names, with the other words; the exit code."""
     name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else ""
     if name not in PROGRAMS:
-        lines = [f"  {program:<18} {purpose}" for program, purpose in PROGRAMS.items()]
+        lines = [f"  {program:<20} {purpose}" for program, purpose in PROGRAMS.items()]
         asked = name in ("__help", "_h")
         print("usage: megatron-sp PROGRAM FLAGS; --help after a program lists its flags", *lines, sep="\n",
               file=sys.stdout if asked else sys.stderr)

@@ -46,16 +46,15 @@ def main(argv: list[str]) -> int:
     if data.dataset_provider and not data.data_cache_path:
         raise ConfigError("--dataset-provider needs --data-cache-path here: there is no place beside the data.")
 
-    from megatron_sp.data.build import build_datasets
-    from megatron_sp.train.setup import choose_tokenizer, sample_counts
+    from megatron_sp.layout.length_schedule import phases
+    from megatron_sp.train.setup import choose_tokenizer, run_datasets
     from megatron_sp.train.state import TrainState
 
     for note in notes:
         print(note, flush=True)
     tokenizer = choose_tokenizer(run) if data.dataset_provider else None
-    splits = build_datasets(data, None, sample_counts(run, TrainState()), run.train.seed, must_store=True,
-                            tokenizer=tokenizer)
-    print(splits.describe())
+    for phase in (*phases(run),) or (None,):
+        print(run_datasets(run, tokenizer, TrainState(), phase, must_store=True).describe())
     where = data.data_cache_path or "cache/megatron_sp beside the data"
     print(f"The index is in {where}; built or found in {time.monotonic() - started:.1f} s.")
     return 0

@@ -178,11 +178,12 @@ def show_samples(arguments: argparse.Namespace, words: list[str]) -> int:
     from megatron_sp.config.load import load_run_of_world
     from megatron_sp.config.resolve import with_vocab
     from megatron_sp.data.batch import BatchReader
-    from megatron_sp.data.build import build_datasets
     from megatron_sp.data.documents import Documents
     from megatron_sp.layout.grid import Grid
+    from megatron_sp.layout.length_schedule import phases
     from megatron_sp.layout.tokens import SequenceLayout
-    from megatron_sp.train.setup import choose_tokenizer, sample_counts
+    from megatron_sp.train.length_phases import run_of_phase
+    from megatron_sp.train.setup import choose_tokenizer, run_datasets
     from megatron_sp.train.state import TrainState
 
     run, notes = load_run_of_world(words, arguments.world_size or announced_world_size())
@@ -193,8 +194,12 @@ def show_samples(arguments: argparse.Namespace, words: list[str]) -> int:
                           "(--world-size).")
     tokenizer = choose_tokenizer(run)
     run = with_vocab(run, tokenizer.vocab_size)
-    splits = build_datasets(run.data, tokenizer.eod, sample_counts(run, TrainState()), run.train.seed,
-                            vocab_size=run.model.vocab_size, tokenizer=tokenizer)
+    phase = phases(run)[max(run.data.seq_length_phase, 1) - 1] if run.data.seq_length_schedule else None
+    if phase:
+        print(f"sequences of phase {phase.number} of --seq-length-schedule, which begins with sequence "
+              f"{phase.first * phase.parts:,} (--seq-length-phase N shows another phase's)")
+    splits = run_datasets(run, tokenizer, TrainState(), phase)
+    run = run_of_phase(run, phase)
     sets = {"train": splits.train, "valid": splits.valid, "test": splits.test, **splits.named_valid}
     dataset = sets.get(arguments.split_name)
     if dataset is None:

@@ -25,6 +25,7 @@ from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.output_files import complete_file  # noqa: E402
 from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.plan.devices import DEVICES, GIB, Device, device_of_flags  # noqa: E402
+from megatron_sp.plan.lengths import planned_run  # noqa: E402
 from megatron_sp.plan.memory import COMPONENTS, LABELS, predict  # noqa: E402
 from megatron_sp.plan.report import parameters, with_length  # noqa: E402
 from megatron_sp.plan.search import USABLE, Candidate, reason, search  # noqa: E402
@@ -77,11 +78,12 @@ def read_base(words: list[str]) -> Run:
     """
     given = {word.split("=", 1)[0].replace("_", "-") for word in words}
     filled = [part for flag, value in FILLED_IN.items() if flag not in given and not (
-        flag == "--train-iters" and "--train-samples" in given) for part in (flag, value)]
+        flag == "--train-iters" and "--train-samples" in given or
+        flag == "--seq-length" and has_schedule(words)) for part in (flag, value)]
     if "--max-position-embeddings" not in given and "--position-embedding-type" not in given:
         filled += [] if "--model-preset" in given else ["--position-embedding-type", "rope"]
     run, _ = load_run([*words, *filled, "--mock-data", "--tokenizer-type", "NullTokenizer"], 1, files=False)
-    return with_vocab(run, run.model.vocab_size)
+    return planned_run(with_vocab(run, run.model.vocab_size))
 
 
 def table(plans: list[Candidate], device: Device) -> str:
@@ -98,9 +100,11 @@ def table(plans: list[Candidate], device: Device) -> str:
 
 def launch_script(plan: Candidate, words: list[str], devices_per_node: int) -> str:
     """Return a script that starts the plan on one node, or the SETTINGS of examples/slurm_pretrain.sh for several."""
-    length = ["--seq-length", str(plan.length)]
-    kept = _without(words, {"--seq-length", "--max-position-embeddings"})
-    model = [*kept, *length, "--max-position-embeddings", str(plan.length)]
+    if has_schedule(words):
+        model = words
+    else:
+        kept = _without(words, {"--seq-length", "--max-position-embeddings"})
+        model = [*kept, "--seq-length", str(plan.length), "--max-position-embeddings", str(plan.length)]
     arrays = [f"MODEL=({shlex.join(model)})", "TRAINING=()  # learning rate, iterations, evaluation",
               f"PARALLEL=({shlex.join(plan.flags)})",
               "DATA=(--mock-data)  # --data-path PREFIX and the tokenizer's flags"]
@@ -112,6 +116,11 @@ def launch_script(plan: Candidate, words: list[str], devices_per_node: int) -> s
     command = 'pretrain_gpt.py "${MODEL[@]}" "${TRAINING[@]}" "${PARALLEL[@]}" "${DATA[@]}" "$@"'
     start = "python" if world == 1 else f"torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node {world}"
     return "\n".join(["#!/usr/bin/env bash", "set -euo pipefail", *arrays, f"{start} {command}", ""])
+
+
+def has_schedule(words: list[str]) -> bool:
+    """Return whether the flags of a run say that its sequences grow."""
+    return any(word.split("=", 1)[0].replace("_", "-") == "--seq-length-schedule" for word in words)
 
 
 def _without(words: list[str], flags: set[str]) -> list[str]:
@@ -153,6 +162,9 @@ def main(argv: list[str]) -> int:
     device, wrong = device_of_flags(own.device, own.device_memory, own.host_memory,
                                     min(own.devices, own.devices_per_node))
     problems += wrong
+    if own.max_seq_length and has_schedule(words):
+        problems.append("--max-seq-length looks for the longest sequence, and --seq-length-schedule says how long "
+                        "sequences are; leave one of the two out.")
     if problems:
         raise ConfigError(problems)
     plans = search(read_base(words), own.devices, device, own.devices_per_node, longest=own.max_seq_length)

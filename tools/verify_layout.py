@@ -37,6 +37,7 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
     sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp.config.load import load_run_of_world  # noqa: E402
+from megatron_sp.plan.lengths import planned_run  # noqa: E402
 from megatron_sp.proof.shrink import shrink  # noqa: E402
 from megatron_sp.runtime import announced_world_size, run_program, use_only_cpu  # noqa: E402
 
@@ -76,7 +77,10 @@ def main(argv: list[str]) -> int:
     started = time.monotonic()
     use_only_cpu()
     run, notes = load_run_of_world(argv, announced_world_size(), files=False)
-    small = shrink(run)
+    if run.data.seq_length_schedule:
+        notes.append("The proof is of one phase of --seq-length-schedule, the last one unless --seq-length-phase names "
+                     "another.")
+    small = shrink(planned_run(run))
     parallel = small.run.parallel
     degrees = {"tensor": parallel.tp, "pipeline": parallel.pp, "Ulysses": parallel.ulysses, "ring": parallel.ring,
                "data": parallel.dp}

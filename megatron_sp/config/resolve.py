@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron_sp.config.schema import Data, Model, Optimizer, Parallel, Run, Schedule, Train
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.batch_schedule import last_batch_size
+from megatron_sp.layout.length_schedule import longest_length
 from megatron_sp.layout.schedules import SCHEDULES
 from megatron_sp.layout.sequence_split import with_split
 
@@ -21,11 +22,12 @@ def resolve(run: Run, world_size: int) -> Run:
     Args:
         world_size: number of processes.
     """
-    model = _model(run.model, run.data)
+    data = replace(run.data, seq_length=run.data.seq_length or longest_length(run.data.seq_length_schedule))
+    model = _model(run.model, data)
     parallel = with_split(replace(run.parallel, world_size=world_size), model)
     parallel = _pipeline(_parallel(parallel), model.num_layers)
     return replace(
-        run, parallel=parallel, model=model, optimizer=_optimizer(run.optimizer),
+        run, parallel=parallel, model=model, data=data, optimizer=_optimizer(run.optimizer),
         schedule=_schedule(run.schedule, run.train), train=_train(run.train, parallel))
 
 

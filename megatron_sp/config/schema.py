@@ -244,6 +244,16 @@ class Data:
     """Data and tokenizer."""
 
     seq_length: int = flag(0, "Tokens in one sequence (required).", "--seq-length", "--encoder-seq-length")
+    seq_length_schedule: tuple[str, ...] = flag((), "TOKENS:LENGTH ...: the sequence length from each number of tokens "
+                                                    "on, the first from 0, such as 0:8K 10B:32K 20B:128K (tokens in "
+                                                    "thousands K to trillions T; a length of 1K is 1,024). "
+                                                    "--seq-length is the last and longest length, and sizes of "
+                                                    "batches count samples of it: a step has the same tokens in all "
+                                                    "phases. --micro-batch-size counts sequences of each phase.",
+                                                nargs="*", metavar="TOKENS:LENGTH")
+    seq_length_phase: int = flag(0, "Train only this phase of --seq-length-schedule (the first is 1): the run saves "
+                                    "and exits at its end, and the next phase can have another layout; default: all "
+                                    "phases, one after another.")
     data_path: tuple[str, ...] = flag((), "Dataset prefixes, or weights and prefixes in turn: W1 P1 W2 P2 ...",
                                       nargs="*")
     split: str = flag("969, 30, 1", "Shares of the documents for training, validation and test.")

@@ -8,7 +8,8 @@ from fractions import Fraction
 
 from megatron_sp.config.schema import Train
 
-_ENTRY = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMBT]?):(\d[\d_]*)", re.IGNORECASE)
+_ENTRY = re.compile(r"(\d[\d_]*(?:\.\d+)?[KMBT]?):(\d[\d_]*)", re.IGNORECASE)
+_TOKENS = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -31,13 +32,28 @@ def _entry(word: str) -> tuple[int, int]:
     match = _ENTRY.fullmatch(word.strip("'\""))  # a shell script may pass the quotes around the list on
     if match is None:
         raise ValueError(f"{word!r} is not TOKENS:SIZE, such as 0:768 or 250B:1536")
-    tokens = Fraction(match[1].replace("_", "")) * _FACTORS[match[2].upper()]
-    size = int(match[3])
-    if tokens.denominator != 1:
-        raise ValueError(f"{word!r}: {match[1]}{match[2]} is not a whole number of tokens")
+    size = int(match[2])
     if size < 1:
         raise ValueError(f"{word!r}: the batch size must be at least 1")
-    return int(tokens), size
+    return parse_tokens(match[1], word), size
+
+
+def parse_tokens(text: str, word: str) -> int:
+    """Return a number of tokens: ``0``, ``250B`` or ``1.5T`` (thousands to trillions).
+
+    Args:
+        word: what the user typed, for the message.
+
+    Raises:
+        ValueError: with a sentence fragment saying what is wrong.
+    """
+    match = _TOKENS.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{word!r}: {text!r} is not a number of tokens, such as 0 or 250B")
+    tokens = Fraction(match[1].replace("_", "")) * _FACTORS[match[2].upper()]
+    if tokens.denominator != 1:
+        raise ValueError(f"{word!r}: {text} is not a whole number of tokens")
+    return int(tokens)
 
 
 def last_batch_size(words: Sequence[str]) -> int:

@@ -30,7 +30,8 @@ class BatchSize:
     def of(cls, run: Run) -> BatchSize:
         """Build from a resolved and checked configuration."""
         train, length = run.train, run.data.seq_length
-        unit = train.micro_batch_size * run.parallel.dp
+        # Samples of a length schedule are cut into parts, of which microbatches are made.
+        unit = 1 if run.data.seq_length_schedule else train.micro_batch_size * run.parallel.dp
         if train.step_batch_size_schedule:
             # a step begins with the first batch that starts after its tokens
             steps = tuple((-(-tokens // length), size)

@@ -10,6 +10,7 @@ from megatron_sp.config.load import load_run, smallest_world
 from megatron_sp.errors import ConfigError
 from megatron_sp.plan.devices import device_of_flags
 from megatron_sp.plan.efficiency import choose_techniques
+from megatron_sp.plan.lengths import plan_phases, planned_run
 from megatron_sp.plan.report import plan_run
 
 DEFAULT_DEVICE = "H100"
@@ -43,14 +44,16 @@ def dry_run(flags: PlanFlags, argv: Sequence[str], world_size: int, devices_per_
     if memory.memory_efficiency:
         run, chosen = choose_techniques(run, device, per_node)
         notes += chosen
-    report = plan_run(run, device, per_node)
+    report, phases = plan_run(planned_run(run), device, per_node), plan_phases(run, device, per_node)
     notes += [*_nodes_note(run.parallel.devices_per_node, devices_per_node, size), *report.memory.notes]
     if flags.json:
-        print(json.dumps(report.to_dict() | {"notes": notes}, indent=1))
+        more = {"phases": [phase.to_dict() for phase in phases]} if phases else {}
+        print(json.dumps(report.to_dict() | more | {"notes": notes}, indent=1))
         return 0
     default = "" if flags.device else f" (default; say --device NAME for another, or {_several(flags)})"
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[run.precision.dtype]
-    print("\n".join([*notes, f"device: {device.name}, computing in {precision}{default}", report.text()]))
+    by_phase = [*(phase.text() for phase in phases), *(["the longest phase:"] if phases else [])]
+    print("\n".join([*notes, f"device: {device.name}, computing in {precision}{default}", *by_phase, report.text()]))
     if not report.fits:
         print("The plan does not fit; say --memory-efficiency auto to turn on the memory techniques that it needs, "
               "raise --sequence-split or --zero-stage, or look for a layout with tools/plan.py.")

@@ -14,6 +14,7 @@ from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.config.schema import Memory, Parallel, Run
 from megatron_sp.errors import ConfigError
 from megatron_sp.plan.devices import GIB, Device
+from megatron_sp.plan.lengths import planned_run
 from megatron_sp.plan.memory import MemoryPlan, predict
 from megatron_sp.plan.report import longest_sequence, with_length
 from megatron_sp.plan.step_time import predict_step_time
@@ -39,7 +40,8 @@ def choose_techniques(run: Run, device: Device, devices_per_node: int) -> tuple[
     """Return the run with the techniques that it needs, and lines that say what was turned on and why.
 
     Flags that the command line gives (``memory.given``) stay as they are. The result depends on the arguments alone, so
-    ranks that agree on the device choose alike.
+    ranks that agree on the device choose alike. Where sequences grow, the longest ones count, or those of
+    ``--seq-length-phase``.
 
     Args:
         run: resolved, with vocabulary sizes.
@@ -48,6 +50,9 @@ def choose_techniques(run: Run, device: Device, devices_per_node: int) -> tuple[
     Raises:
         ConfigError: no combination fits; with what would.
     """
+    if run.data.seq_length_schedule:
+        chosen, lines = choose_techniques(planned_run(run), device, devices_per_node)
+        return replace(run, memory=chosen.memory), lines
     fit = cheapest(run, device, devices_per_node)
     if fit is None:
         raise ConfigError(_nothing_fits(run, device, devices_per_node))

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_sp.checkpoint.state_file import read_part
@@ -14,8 +15,10 @@ from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_sp.layout.batch_size import BatchSize
+from megatron_sp.layout.length_schedule import Phase
 from megatron_sp.layout.windows import layer_windows
 from megatron_sp.runtime import Environment, start, stop
+from megatron_sp.train.length_phases import run_of_phase, starting_phase
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.resume import choose_schedule, load, resume_notes
@@ -23,6 +26,7 @@ from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.state import TrainState
 
 if TYPE_CHECKING:
+    from megatron_sp.data.build import Splits
     from megatron_sp.parallel.mesh import ParallelMesh
     from megatron_sp.train.trainer import Readers, Trainer
 
@@ -139,47 +143,56 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     timers = Timers(run.logging.timing_log_level, device)
     step, state = TrainStep.build(run, model, mesh, timers), TrainState()
     notes: list[str] = []
+    continued: dict[str, Any] | None = None
     if run.checkpoint.load or run.checkpoint.pretrained_checkpoint or run.checkpoint.load_hf:
         saved, weights_only = load(run, model, step.optimizer)
         notes = resume_notes(run, saved, weights_only)
         if saved is not None and not weights_only:
-            state = read_part(saved, "train", TrainState.from_dict)
+            state, continued = read_part(saved, "train", TrainState.from_dict), saved["config"]
             if scale_note := read_part(saved, "loss_scaler", step.scaler.load_state_dict):
                 notes.append(scale_note)
             if not run.train.skip_train:
                 step = replace(step, schedule=choose_schedule(step.schedule, saved, run))
+    phase = starting_phase(run, state, continued)
     recorder = Recorder(run, device, timers, state, is_writer=mesh.global_rank == 0)
     for note in (*notes, *advice(run)):
         recorder.say(note)
+    readers_of = partial(build_readers, run, tokenizer, mesh, state, recorder)
     try:
-        readers = build_readers(run, tokenizer, mesh, state, recorder)
+        readers = readers_of(phase)
     except BaseException:
         recorder.close(failed=True)
         raise
     num_layers, num_parameters = count_layers_and_parameters(model, mesh)
-    world = run.parallel.world_size
+    world, layout = run.parallel.world_size, layout_in_words(run_of_phase(run, phase))
     recorder.say(f"model of {num_layers} layers, {num_parameters:,} parameters (vocabulary padded to "
-                 f"{run.model.padded_vocab_size:,}); {world} rank{'s' if world > 1 else ''}: {layout_in_words(run)}")
+                 f"{run.model.padded_vocab_size:,}); {world} rank{'s' if world > 1 else ''}: {layout}")
     recorder.say(kernels_in_words(run, kernels))
     for warning in kernels.warnings:
         recorder.say(f"WARNING: {warning}")
     recorder.progress(f"started at iteration {state.iteration}, {state.consumed_samples} samples")
-    return Trainer(run, step, readers, state, recorder, signals, started=started)
+    trainer = Trainer(run, step, readers, state, recorder, signals, started=started, readers_of=readers_of)
+    trainer.enter(phase)
+    return trainer
 
 
-def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: TrainState,
-                  recorder: Recorder) -> Readers:
-    """Build the datasets and return their readers. Each evaluation reads the same ``--eval-iters`` global batches."""
+def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: TrainState, recorder: Recorder,
+                  phase: Phase | None = None) -> Readers:
+    """Build the datasets and return their readers. Each evaluation reads the same ``--eval-iters`` global batches.
+
+    Args:
+        run: the whole training.
+        phase: a phase of ``--seq-length-schedule``, whose sequence length all sets get.
+    """
     from megatron_sp.data.batch import BatchReader
-    from megatron_sp.data.build import build_datasets
     from megatron_sp.data.documents import Documents
     from megatron_sp.layout.tokens import SequenceLayout
     from megatron_sp.train.trainer import Readers
 
     with recorder.timers("datasets", occasional=True):
-        splits = build_datasets(run.data, tokenizer.eod, sample_counts(run, state), run.train.seed,
-                                vocab_size=run.model.vocab_size, tokenizer=tokenizer)
+        splits = run_datasets(run, tokenizer, state, phase)
     recorder.say(f"data:\n{splits.describe()}")
+    run = run_of_phase(run, phase)
     layout, documents = SequenceLayout.of(run), Documents.of(run.data, tokenizer.eod)
 
     def reader(dataset: Any, read_ahead: bool) -> BatchReader | None:
@@ -193,10 +206,38 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
                    reader(splits.test, False), named)
 
 
+def run_datasets(run: Run, tokenizer: Tokenizer | None, state: TrainState, phase: Phase | None = None, *,
+                 must_store: bool = False) -> Splits:
+    """Build the datasets of a run, or of a phase of ``--seq-length-schedule``.
+
+    The training set of a phase is made of samples of the whole training. The other sets have samples of its length.
+
+    Args:
+        tokenizer: None where the data needs none.
+        must_store: see ``build_datasets``.
+    """
+    from megatron_sp.data.build import build_datasets
+    from megatron_sp.data.length_phase import LengthPhaseDataset
+
+    def build(of: Run, *counts: int) -> Splits:
+        return build_datasets(of.data, None, counts, of.train.seed, vocab_size=of.model.vocab_size,
+                              tokenizer=tokenizer, must_store=must_store)
+
+    if phase is None or phase.parts == 1:
+        return build(run, *sample_counts(run, state))
+    whole, short = build(run, samples_to_train(run, state), 0, 0).train, run_of_phase(run, phase)
+    train = None if whole is None else LengthPhaseDataset(whole, phase, run.train.seed)
+    return replace(build(short, 0, evaluation_samples(short), evaluation_samples(short)), train=train)
+
+
 def sample_counts(run: Run, state: TrainState) -> tuple[int, int, int]:
     """Return how many samples the training, validation and test sets need."""
-    for_evaluation = run.train.eval_iters * BatchSize.of(run).last
-    return samples_to_train(run, state), for_evaluation, for_evaluation
+    return samples_to_train(run, state), evaluation_samples(run), evaluation_samples(run)
+
+
+def evaluation_samples(run: Run) -> int:
+    """Return how many samples an evaluation reads."""
+    return run.train.eval_iters * BatchSize.of(run).last
 
 
 def samples_to_train(run: Run, state: TrainState) -> int:

@@ -19,6 +19,9 @@ class TrainState:
             something was not finite.
         unlabelled_iterations: steps without an update because no token of the batch had a valid label.
         skipped_in_a_row: steps that were not finite since the last update.
+        phase_length: tokens of a sequence in the current phase of ``--seq-length-schedule``; 0 without a schedule.
+            Then samples above are counted in samples of ``--seq-length`` tokens.
+        phase_first, phase_stop: sample with which the phase began, and the next one begins (0: no next one).
     """
 
     iteration: int = 0
@@ -29,6 +32,9 @@ class TrainState:
     nan_iterations: int = 0
     unlabelled_iterations: int = 0
     skipped_in_a_row: int = 0
+    phase_length: int = 0
+    phase_first: int = 0
+    phase_stop: int = 0
 
     def advance(self, samples: int, tokens: int, *, updated: bool, failed: bool) -> None:
         """Count one step.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -19,11 +20,14 @@ from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import BatchReader
 from megatron_sp.errors import TrainingError
 from megatron_sp.layout.batch_size import BatchSize
+from megatron_sp.layout.length_schedule import Phase
 from megatron_sp.progress import progress_bar
+from megatron_sp.train.forward_backward import build_engine
 from megatron_sp.train.garbage import GarbageCollection
 from megatron_sp.train.health.diagnose import describe_failure
 from megatron_sp.train.health.failures import Failures
 from megatron_sp.train.health.replicas import check_replicas
+from megatron_sp.train.length_phases import farewell, note_in_state, phase_in_words, run_of_phase
 from megatron_sp.train.report.optimizer_states import optimizer_statistics
 from megatron_sp.train.report.profile import StepProfiler
 from megatron_sp.train.report.recorder import Recorder
@@ -67,10 +71,13 @@ class Trainer:
         recorder: writes log and metrics.
         signals: remembers the signals that this process received.
         started: ``time.monotonic()`` at the program's start, for ``--exit-duration-in-mins``.
+        readers_of: builds the readers of another phase of ``--seq-length-schedule``.
     """
 
     def __init__(self, run: Run, step: TrainStep, readers: Readers, state: TrainState, recorder: Recorder,
-                 signals: StopSignals, *, started: float):
+                 signals: StopSignals, *, started: float, readers_of: Callable[[Phase], Readers] | None = None):
+        self.readers_of = readers_of
+        self.phase: Phase | None = None
         self.run, self.step, self.readers, self.state = run, step, readers, state
         self.recorder, self.signals, self.started = recorder, signals, started
         self.mesh, self.model = step.mesh, step.model
@@ -106,7 +113,8 @@ class Trainer:
             step = self.train_step()
             self._say_if_any(self.profiler.after_step(self.state.iteration), on_any_rank=True)
             error = self.failures.reason_to_end() if step.has_failed else ""
-            ends = bool(error or self.stop_reason) or self.is_finished() or self._is_due(self.run.train.exit_interval)
+            ends = bool(error or self.stop_reason) or self.is_finished() or self._is_due(
+                self.run.train.exit_interval) or self._phase_ends()
             self.recorder.step(step, self.last_iteration, is_last=ends)
             if error:
                 self._give_up(error)
@@ -123,6 +131,8 @@ class Trainer:
                 self.save(is_last=bool(self.stop_reason) or self._is_due(self.run.train.exit_interval))
             if not self.stop_reason and self._is_due(self.run.train.exit_interval):
                 self.stop_reason = f"--exit-interval {self.run.train.exit_interval}"
+            if not self.stop_reason and self._phase_ends():
+                self._go_on_after_phase()
         self._say_if_any(self.profiler.finish(self.state.iteration), on_any_rank=True)
         self.save(is_last=True)
         if not self.stop_reason:
@@ -153,15 +163,50 @@ class Trainer:
     def _signal_in_words(self) -> str:
         return f"asked to by {self.signals.received or 'a signal to another rank'}"
 
+    # ---------------------------------------------------------------- phases of --seq-length-schedule
+
+    def enter(self, phase: Phase | None) -> None:
+        """Begin a phase, whose readers are in place: compute and report sequences of its length."""
+        self.phase = phase
+        if phase is None:
+            return
+        note_in_state(self.state, phase)
+        run = run_of_phase(self.run, phase)
+        self.step = replace(self.step, engine=build_engine(run, self.model, self.mesh, self.recorder.timers))
+        self.recorder.enter_phase(run)
+        self.recorder.say(phase_in_words(self.run, phase))
+
+    def _phase_ends(self) -> bool:
+        return self.phase is not None and self.state.consumed_samples == self.phase.stop
+
+    def _go_on_after_phase(self) -> None:
+        """Save a checkpoint, then begin the next phase, or stop where the run is for one phase only."""
+        assert self.phase is not None and self.readers_of is not None and self.phase.stop is not None
+        if self.run.data.seq_length_phase:
+            self.stop_reason = farewell(self.run, self.phase)
+            return
+        self.save(is_last=False)
+        following = Phase.of(self.run, self.phase.number + 1, self.phase.stop)
+        for reader in self.readers.all():
+            reader.close()
+        self.readers = self.readers_of(following)
+        self.enter(following)
+
+    @property
+    def _sequences_per_sample(self) -> int:
+        """Return how many sequences a sample is; the counters count samples."""
+        return 1 if self.phase is None else self.phase.parts
+
     # ---------------------------------------------------------------- one step
 
     def train_step(self) -> StepReport:
         """Read a global batch, compute its gradients and update the weights once."""
         start, state, timers = time.perf_counter(), self.state, self.recorder.timers
-        first_sample, samples = state.consumed_samples, self.batch_size.at(state.consumed_samples)
+        samples, parts = self.batch_size.at(state.consumed_samples), self._sequences_per_sample
+        first, count = state.consumed_samples * parts, samples * parts      # sequences of this phase
         with timers("batch"):
             assert self.readers.train is not None
-            batches = self.readers.train.read(first_sample, samples, self.run.train.micro_batch_size)
+            batches = self.readers.train.read(first, count, self.run.train.micro_batch_size)
             local = [batch.to(self.mesh.device) for batch in batches]      # each holds this rank's s/sp tokens
         totals = self.step.compute_gradients(local, votes=self._stop_votes)
         if not totals.is_finite:
@@ -169,7 +214,7 @@ class Trainer:
                 totals.loss, totals.grad_norm,
                 lambda: describe_failure(self.model, self.step.engine.microbatch_losses)))
         elif not totals.has_labels:
-            self._say_if_any(self.failures.count_unlabelled_step(first_sample, samples))
+            self._say_if_any(self.failures.count_unlabelled_step(first, count))
         learning_rate = self.step.update(totals, state.scheduler_samples)
         state.advance(samples, samples * self.run.data.seq_length, updated=totals.allows_update,
                       failed=not totals.is_finite)
@@ -177,7 +222,8 @@ class Trainer:
         dynamic = self.step.scaler.dynamic
         return StepReport(
             iteration=state.iteration, consumed_samples=state.consumed_samples,
-            consumed_tokens=state.consumed_tokens, first_sample=first_sample, global_batch_size=samples,
+            consumed_tokens=state.consumed_tokens, first_sample=first, global_batch_size=count,
+            seq_length=0 if self.phase is None else self.phase.length,
             lm_loss=totals.loss, grad_norm=totals.grad_norm, learning_rate=learning_rate,
             step_time=time.perf_counter() - start, num_valid=totals.num_valid, loss_scale=totals.loss_scale,
             skipped=not totals.is_finite and dynamic, nan=not totals.is_finite and not dynamic,
@@ -267,8 +313,9 @@ class Trainer:
         train, device = self.run.train, self.mesh.device
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         hidden = None if self.recorder.is_writer else True       # None: shown on a terminal only
+        size = self.batch_size.last * self._sequences_per_sample
         for index in progress_bar(range(train.eval_iters), desc=f"evaluating ({name})", leave=False, disable=hidden):
-            batches = reader.read(index * self.batch_size.last, self.batch_size.last, train.micro_batch_size)
+            batches = reader.read(index * size, size, train.micro_batch_size)
             loss_sum, num_valid = self.step.engine.evaluate([batch.to(device) for batch in batches])
             # The sum over all ranks must count each loss once. All tp ranks of the last stage have the same loss, and
             # all tp and pp ranks that read the same tokens have the same number of valid tokens.

@@ -19,7 +19,7 @@ import pytest
 from tests.integration.programs import ROOT, run_program
 
 #: Need a trained model; tests/distributed/test_tools.py runs these programs.
-NEED_A_CHECKPOINT = {"evaluate.py", "generate_text.py"}
+NEED_A_CHECKPOINT = {"evaluate.py", "generate_text.py", "needle_in_a_haystack.py"}
 
 
 def commands(text: str) -> list[str]:

@@ -60,6 +60,7 @@ BOUNDS: dict[str, Bound] = {
     "precision.loss_scale": NOT_NEGATIVE,
     **_bounds(POSITIVE_INT, "precision", "loss_scale_window hysteresis"),
     "data.seq_length": POSITIVE_INT,
+    "data.seq_length_phase": POSITIVE_INT,
     "data.num_workers": NOT_NEGATIVE,
     **_bounds(NOT_NEGATIVE, "optimizer", "weight_decay start_weight_decay end_weight_decay clip_grad"),
     **_bounds(SHARE, "optimizer", "adam_beta1 adam_beta2 sgd_momentum"),

@@ -8,6 +8,7 @@ from megatron_sp.config.cli.options import schema_options
 from megatron_sp.config.rules.attention import check_attention, window_notes
 from megatron_sp.config.rules.bounds import BOUNDS, bound_problem
 from megatron_sp.config.rules.data import check_data, check_tokenizer
+from megatron_sp.config.rules.lengths import check_length_schedule, check_phases, length_notes
 from megatron_sp.config.rules.memory import check_chunks, check_memory, check_sizes, check_use_of_sizes
 from megatron_sp.config.rules.pipeline import check_pipeline, check_ring
 from megatron_sp.config.rules.positions import check_positions, position_notes
@@ -36,12 +37,17 @@ def check_problems(run: Run, plan: bool = False) -> list[str]:
         plan: leave out the rules about data, tokenizer, checkpoints and logs, which a plan does not depend on.
     """
     topics: tuple[Callable[[Run], list[str]], ...] = (
-        check_required, check_bounds, check_model, check_attention, check_parallel, check_overlap, check_pipeline,
-        check_ring, check_memory, check_chunks, check_sizes, check_sequence, check_batch, check_length, check_schedule,
+        check_required, check_bounds, check_model, check_attention, check_parallel, check_overlap,
+        check_ring, check_memory, check_sizes, check_length_schedule, _check_lengths, check_length, check_schedule,
         check_weight_decay, check_precision, check_kernels, check_positions)
     if not plan:
         topics += (check_data, check_tokenizer, check_checkpoint, check_logging, check_use_of_sizes)
     return [problem for topic in topics for problem in topic(run)]
+
+
+def _check_lengths(run: Run) -> list[str]:
+    """Return problems of the rules that depend on the sequence length, in each phase of a length schedule."""
+    return check_phases(run, (check_pipeline, check_chunks, check_sequence, check_batch))
 
 
 def check_required(run: Run) -> list[str]:
@@ -193,7 +199,7 @@ def advice(run: Run) -> list[str]:
     notes += [f"{name} has no effect without --save." for name, given in (
         ("--async-save", run.checkpoint.async_save), ("--keep-last", run.checkpoint.keep_last),
         ("--save-retain-interval", run.checkpoint.save_retain_interval)) if given and not run.checkpoint.save]
-    notes += horizon_notes(run) + window_notes(run) + position_notes(run)
+    notes += horizon_notes(run) + window_notes(run) + position_notes(run) + length_notes(run)
     if run.train.manual_gc_interval and not run.train.manual_gc:
         notes.append(f"--manual-gc-interval {run.train.manual_gc_interval} has no effect without --manual-gc.")
     return notes

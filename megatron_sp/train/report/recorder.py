@@ -47,6 +47,7 @@ class Recorder:
         self.interval = Interval()
         self._last_step: StepReport | None = None
         self._failed_files: set[str] = set()
+        self.seq_length = run.data.seq_length
         self.flops, self.repeats = sequence_flops(run.model, run.data.seq_length), repeats_of(run)
         self.peak = peak_tflops(run, device)
         self.metrics: MetricsFile | None = None
@@ -58,6 +59,11 @@ class Recorder:
             self.wandb = open_wandb(run)
             for note in self.metrics.notes if self.metrics is not None else ():
                 self.say(note)
+
+    def enter_phase(self, run: Run) -> None:
+        """Count work and speed in sequences of a phase, given the run as it is in that phase."""
+        self.seq_length = run.data.seq_length
+        self.flops, self.repeats = sequence_flops(run.model, run.data.seq_length), repeats_of(run)
 
     def say(self, text: str, *, on_any_rank: bool = False) -> None:
         """Print a line. Output that cannot be written, such as a log on a full disk, is lost.
@@ -151,7 +157,8 @@ class Recorder:
             **self.speed(step.global_batch_size, step.step_time, step.attention_share),
             "loss_scale": step.loss_scale, "skipped": step.skipped, "nan": step.nan, "valid_tokens": step.num_valid,
             "peak_memory_bytes": peak, "first_sample": step.first_sample,
-            "last_sample": step.first_sample + step.global_batch_size - 1, **step.extra}
+            "last_sample": step.first_sample + step.global_batch_size - 1,
+            **({"seq_length": step.seq_length} if step.seq_length else {}), **step.extra}
 
     def _to_tensorboard_when_due(self, step: StepReport, parts: dict[str, float], peak: int) -> None:
         flags = self.run.logging
@@ -217,7 +224,7 @@ class Recorder:
         """
         flops = replace(self.flops, attention=self.flops.attention * attention_share)
         per_device = samples / seconds / self.run.parallel.world_size / 1e12
-        speed = {"tokens_per_s": samples * self.run.data.seq_length / seconds,
+        speed = {"tokens_per_s": samples * self.seq_length / seconds,
                  "tflops_per_device": flops.train() * per_device}
         if self.peak:
             speed |= {"mfu": flops.train() * per_device / self.peak,

@@ -25,6 +25,7 @@ class StepReport:
         nan: no update, because loss or gradient norm is not finite.
         extra: further values by name (params_norm, num_zeros, optimizer/...).
         attention_share: work of attention, relative to sequences of one document each.
+        seq_length: tokens of each of the batch's samples in a phase of ``--seq-length-schedule``; 0 without a schedule.
     """
 
     iteration: int
@@ -42,6 +43,7 @@ class StepReport:
     nan: bool = False
     extra: dict[str, float] = field(default_factory=dict)
     attention_share: float = 1.0
+    seq_length: int = 0
 
     @property
     def has_failed(self) -> bool:
@@ -120,6 +122,7 @@ def log_line(step: StepReport, interval: Interval, last_iteration: int, *,
                   f"tokens per second: {speed['tokens_per_s']:.0f}"]
         parts += [f"{name.upper()}: {100 * speed[name]:.1f}%" for name in ("mfu", "hfu") if name in speed]
     parts += [f"learning rate: {step.learning_rate:.6E}", f"global batch size: {step.global_batch_size:5d}",
+              *([f"sequence length: {step.seq_length:5d}"] if step.seq_length else []),
               f"lm loss: {interval.mean_loss:.6E}", f"loss scale: {step.loss_scale:.1f}",
               f"grad norm: {step.grad_norm:.3f}"]
     # "optimizer/..." statistics are left out, because they would make the line unreadable. metrics.jsonl has them.

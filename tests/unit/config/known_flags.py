@@ -110,7 +110,7 @@ ESSENTIAL = """
     pack-documents rope-scaling-type rotary-scaling-factor
     original-max-position-embeddings yarn-beta-fast yarn-beta-slow
     yarn-original-max-position-embeddings mscale mscale-all-dim yarn-attention-factor
-    no-yarn-correction-range-round-to-int
+    no-yarn-correction-range-round-to-int seq-length-schedule seq-length-phase
     ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
     wandb-save-dir weight-decay zero-stage
 """.split()

@@ -195,6 +195,41 @@ def test_scaled_positions_that_are_right():
     assert not problems(f"{SCALED} ntk --rotary-scaling-factor 2")
 
 
+GROWS = BASE.replace("--seq-length 128", "--seq-length-schedule 0:32 4K:64 8K:128") + " --train-iters 10"
+
+
+@pytest.mark.parametrize("extra, world, part", [
+    ("--seq-length 256", 1, "--seq-length 256 is not 128, the last length of --seq-length-schedule 0:32 4K:64 8K:128"),
+    ("--seq-length-phase 4", 1, "--seq-length-phase 4: --seq-length-schedule 0:32 4K:64 8K:128 has 3 phases."),
+    ("--pack-documents best-fit", 1, "phases cut samples into parts"),
+    ("--decrease-batch-size-if-needed", 1, "give a --global-batch-size that divides"),
+    ("--global-batch-size 64", 1, "phase 2 is shorter than one step, which has 64 x 128 tokens"),
+    ("--global-batch-size 4 --micro-batch-size 3", 1, "--global-batch-size 4 is not a multiple of"),
+    ("--global-batch-size 1 --micro-batch-size 2", 1, "--global-batch-size 1 is not a multiple of"),
+    ("--global-batch-size 1 --micro-batch-size 8 --seq-length-phase 1", 1,
+     "Phase 1 of --seq-length-schedule, with 4 sequences in the place of each sample: --global-batch-size 4 is not"),
+    ("--attention-dropout 0 --global-batch-size 2 --ulysses-size 4 --ring-size 8", 32,
+     "Phase 1 of --seq-length-schedule, with 4 sequences "
+     "in the place of each sample: --seq-length 32 does not divide into 64 parts"),
+    ("--sequence-chunk-size 48", 1, "--seq-length 128 does not divide into chunks of 48"),
+])
+def test_length_schedules(extra, world, part):
+    assert part in one(extra, world, base=GROWS)
+
+
+def test_phases_need_a_schedule():
+    assert one("--seq-length-phase 1") == "--seq-length-phase 1 needs --seq-length-schedule."
+    assert "is required" in one("", base=BASE.replace("--seq-length 128", "") + " --train-iters 10")
+
+
+def test_length_schedules_that_are_right():
+    run, notes = load("--global-batch-size 8 --sequence-chunk-size 64", base=GROWS)
+    assert (run.data.seq_length, run.model.max_position_embeddings) == (128, 128) and not notes
+    assert not problems("--global-batch-size 1 --micro-batch-size 4 --seq-length-phase 1", base=GROWS)
+    assert not problems("--global-batch-size 1 --seq-length-phase 1", 4, base=GROWS)
+    assert "does not reach phase 3" in load("--global-batch-size 4", base=GROWS)[1][0]
+
+
 def test_padded_vocabulary():
     assert "below --vocab-size 512" in one("--padded-vocab-size 500")
     assert "does not divide" in one("--padded-vocab-size 513 --tensor-model-parallel-size 2", world=2)

@@ -144,6 +144,8 @@ SETS = """
 --save-interval 7                           checkpoint.save_interval=7
 --seed 7                                    train.seed=7
 --seq-length 99                             data.seq_length=99
+--seq-length-schedule 0:8K 10B:32K          data.seq_length_schedule=('0:8K','10B:32K')
+--seq-length-phase 2                        data.seq_length_phase=2
 --sequence-parallel                         parallel.megatron_sp=True
 --split 90,5,5                              data.split='90,5,5'
 --swiglu                                    model.activation='swiglu'
@@ -279,4 +281,4 @@ def test_it_has_an_effect(key: str) -> None:
 def test_nothing_is_left_out() -> None:
     assert BECOMES.keys() | NOT_READ.keys() <= schema_options().keys()
     assert SETTING <= ALL
-    assert len(ALL) == 157
+    assert len(ALL) == 159
