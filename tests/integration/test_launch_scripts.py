@@ -23,6 +23,7 @@ from megatron_sp.config.resolve import with_vocab
 from megatron_sp.config.schema import Run
 from megatron_sp.data.corpus.inputs import choose_share, find_parts
 from megatron_sp.data.corpus.readers import read_blocks
+from megatron_sp.layout.length_schedule import phases
 from megatron_sp.plan.devices import DEVICES, GIB
 from megatron_sp.plan.memory import predict
 from megatron_sp.plan.step_time import predict_step_time
@@ -31,14 +32,14 @@ from tools import evaluate, preprocess_data
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
-LONGER = {"quickstart.sh", "long_sequence_cpu.sh", "million_tokens_cpu.sh"}
+LONGER = {"quickstart.sh", "long_sequence_cpu.sh", "million_tokens_cpu.sh", "extend_context.sh"}
 SIZES, LENGTHS = ("1.2b", "7b", "30b"), ("32K", "64K", "128K", "256K", "512K", "1M")
 PAPER, MEGATRON_SP = "paper_settings.sh", "megatron_sp_settings.sh"
 #: Share of a device that a plan may fill, as docs/background/memory.md advises.
 USABLE = 0.93
 #: Every variable that a script may read, beside those of Slurm, OpenMP, torch and the C library.
 VARIABLES = set("""CONTAINER DATA_PREFIX DEVICE DRY_RUN INPUT ITERATIONS NODES NPROC OUTPUT_DIR OUTPUT_PREFIX PYTHON
-    SAVE_INTERVAL SEQ_LENGTH SETTINGS SHARDS SIZE TOKENIZER_MODEL TOKENIZER_TYPE VENV""".split())
+    SAVE_INTERVAL SCALING SEQ_LENGTH SETTINGS SHARDS SIZE TOKENIZER_MODEL TOKENIZER_TYPE VENV""".split())
 
 by_name = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 
@@ -84,6 +85,19 @@ def peak_gib(run: Run) -> float:
 def test_scripts_parse_and_are_short(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     assert script.name in LONGER or len(script.read_text().splitlines()) < 60
+
+
+def test_the_phases_of_the_extension_are_accepted_and_plan_one_training(tmp_path: Path) -> None:
+    """Each phase has a layout of its own, and all agree on where phases begin."""
+    lines = dry_run("extend_context.sh", "--lr", "1e-3", cwd=tmp_path, ITERATIONS="40")
+    runs = [load_run(shlex.split(line)[shlex.split(line).index("pretrain_gpt.py") + 1:], 2, files=False)[0]
+            for line in lines]
+    assert [run.data.seq_length_phase for run in runs] == [1, 2, 3]
+    assert [run.parallel.dp for run in runs] == [2, 2, 1] and [run.model.rotary_scaling_factor for run in runs] == [
+        0, 4, 16]
+    for run in runs:
+        assert [(phase.length, phase.first) for phase in phases(run)] == [(256, 0), (1024, 48), (4096, 64)]
+        assert run.schedule.lr == 1e-3
 
 
 @by_name
