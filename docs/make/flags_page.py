@@ -54,6 +54,8 @@ OWN = {f"--{name}" for name in """ulysses-size ring-size ulysses-overlap-groups 
     loss-tile-size mlp-tile-size attention-head-groups offload-activations offload-optimizer sequence-chunk-size
     offload-key-values memory-efficiency device-memory host-memory device-peak-tflops
     model-preset
+    attention-pattern-per-layer attention-block-size attention-local-blocks attention-global-blocks
+    attention-random-blocks attention-stride attention-blocks-by-head attention-pattern-seed
     dataset-provider dataset-arguments
     gelu-approximation gradient-accumulation-steps""".split()}
 

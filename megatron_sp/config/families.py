@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_sp.config.rope_parameters import read_rotary, write_rotary
 from megatron_sp.config.schema import Model
+from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.layout.windows import layer_windows
 
 CONFIG = "config.json"
@@ -302,6 +303,8 @@ def misfits(family: Family, model: Model) -> list[str]:
     if model.activation not in family.activations.values():
         found.append(f"it has no activation {model.activation}")
     windows = layer_windows(model)
+    if any(layer_patterns(model)):
+        found.append("it has no attention to blocks of tokens (--attention-pattern)")
     if any(windows) and family.model_type in ("llama", "gpt2"):
         found.append("it has no sliding window")
     if any(windows) and not all(windows) and family.model_type == "mistral":

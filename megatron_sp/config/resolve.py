@@ -8,6 +8,7 @@ from megatron_sp.config.schema import Data, Model, Optimizer, Parallel, Run, Sch
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.batch_schedule import last_batch_size
 from megatron_sp.layout.length_schedule import longest_length
+from megatron_sp.layout.patterns.choice import PATTERNS
 from megatron_sp.layout.schedules import SCHEDULES
 from megatron_sp.layout.sequence_split import with_split
 
@@ -106,11 +107,18 @@ def _model(model: Model, data: Data) -> Model:
         num_query_groups=model.num_query_groups or heads,
         kv_channels=model.kv_channels or (hidden // heads if heads > 0 else 0),
         ffn_hidden_size=model.ffn_hidden_size or (default_ffn_hidden_size(hidden, model.is_gated) if hidden else 0),
-        attention_pattern=model.attention_pattern or ("sliding-window" if model.window_size else "causal"),
+        attention_pattern=_pattern(model.attention_pattern) or (
+            "" if model.attention_pattern_per_layer else "sliding-window" if model.window_size else "causal"),
+        attention_pattern_per_layer=tuple(map(_pattern, model.attention_pattern_per_layer)),
         max_position_embeddings=positions,
         rotary_scaling_factor=model.rotary_scaling_factor or stretched,
         embedding_init_method_std=model.embedding_init_method_std or (
             0.0 if model.init_method_xavier_uniform else model.init_method_std))
+
+
+def _pattern(name: str) -> str:
+    """Return a value of --attention-pattern with the case that it is declared with; files keep theirs."""
+    return name.lower() if name.lower() in PATTERNS else name
 
 
 def _optimizer(optimizer: Optimizer) -> Optimizer:

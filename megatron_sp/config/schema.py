@@ -97,14 +97,34 @@ class Model:
     add_qkv_bias: bool = flag(False, "Give the query, key and value projections biases, also when other linear layers "
                                      "have none.")
     attention_pattern: str = flag("", "Which earlier tokens a token attends to: causal: all; sliding-window: the "
-                                      "nearest ones, see --window-size; default: sliding-window with --window-size, "
-                                      "else causal.", choices=("causal", "sliding-window"))
+                                      "nearest ones, see --window-size; fixed, longformer, bigbird, strided: those of "
+                                      "some blocks of tokens; FILE.py:FUNCTION: those of the blocks that a function of "
+                                      "yours returns; default: sliding-window with --window-size, else causal.",
+                                  metavar="PATTERN")
+    attention_pattern_per_layer: tuple[str, ...] = flag((), "Patterns of the layers, in the words of "
+                                                            "--attention-pattern: the first layer has the first, and "
+                                                            "after the last word the first comes again; default: all "
+                                                            "layers have the same.", nargs="*", metavar="PATTERN")
+    attention_block_size: int = flag(128, "Tokens of a block of a pattern.")
+    attention_local_blocks: int = flag(4, "Nearest blocks that a token attends to, its own included; of fixed: blocks "
+                                          "of a window.")
+    attention_global_blocks: int = flag(1, "Blocks of longformer and bigbird at the beginning of the sequence that all "
+                                           "tokens attend to; of fixed: blocks of each window that later windows "
+                                           "attend to.")
+    attention_random_blocks: int = flag(1, "Blocks of bigbird that are drawn at random for each block.")
+    attention_stride: int = flag(0, "Distance in blocks between the farther blocks of strided; default: "
+                                    "attention-local-blocks.")
+    attention_blocks_by_head: bool = flag(False, "Heads attend to different blocks: of fixed, to others of each "
+                                                 "window; of bigbird, to other random ones; of strided, to others of "
+                                                 "each stride.")
+    attention_pattern_seed: int = flag(0, "Seed of the random blocks of bigbird. It is part of the model: another seed "
+                                          "is another pattern.")
     window_size: int = flag(0, "Tokens that a token attends to under sliding-window: itself and the W - 1 before it. "
                                "Megatron's pair A,B means W = A + 1.", "--window-size", "--sliding-window", nargs="*",
                             metavar="W")
-    window_attn_skip_freq: str = flag("", "Which layers attend within the window, as in Megatron: N: all but every "
-                                          "N-th layer, which attends to all earlier tokens; or a list with 1 (window) "
-                                          "or 0 for each layer, such as ([1]*3+[0])*4; default: all layers.")
+    window_attn_skip_freq: str = flag("", "Which layers attend within the window or pattern, as in Megatron: N: all "
+                                          "but every N-th layer, which attends to all earlier tokens; or a list with 1 "
+                                          "(window) or 0 for each layer, such as ([1]*3+[0])*4; default: all layers.")
     qk_layernorm: bool = flag(False, "Normalise queries and keys per head before the rotary embedding.")
     untie_embeddings_and_output_weights: bool = flag(False, "Use separate weights for the embedding and the output "
                                                             "layer, instead of the same ones.")

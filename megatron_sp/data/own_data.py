@@ -15,19 +15,15 @@ Each rank must get the same samples under the same numbers. Nothing here imports
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_sp.config.rules.data import provider_parts
 from megatron_sp.data.gpt_dataset import Dataset, check_window
 from megatron_sp.errors import DataError, UserError
+from megatron_sp.user_function import in_words, load_function
 
 if TYPE_CHECKING:
     from megatron_sp.data.tokenizers.tokenizer import Tokenizer
@@ -211,23 +207,7 @@ def load_provider(spec: str) -> Callable[[DatasetRequest], Any]:
     Raises:
         DataError: the file cannot be imported, or has no such function.
     """
-    place, name = provider_parts(spec)
-    try:
-        if place.endswith(".py"):
-            module_name = f"megatron_sp_provider_{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
-            description = importlib.util.spec_from_file_location(module_name, place)
-            assert description is not None and description.loader is not None
-            module = importlib.util.module_from_spec(description)
-            sys.modules[module_name] = module  # as for any import: dataclasses and pickle look modules up there
-            description.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except Exception as error:
-        raise DataError(f"{FLAG} {spec}: {place} cannot be imported: {_in_words(error)}.") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise DataError(f"{FLAG} {spec}: {place} has no function {name}.")
-    return function
+    return load_function(FLAG, spec, DataError)
 
 
 def ask_provider(function: Callable[[DatasetRequest], Any], spec: str, request: DatasetRequest) -> Any:
@@ -241,12 +221,7 @@ def ask_provider(function: Callable[[DatasetRequest], Any], spec: str, request: 
     except UserError:
         raise
     except Exception as error:
-        raise DataError(f"{FLAG} {spec} failed for the {request.split} set: {_in_words(error)}.") from error
-
-
-def _in_words(error: Exception) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        raise DataError(f"{FLAG} {spec} failed for the {request.split} set: {in_words(error)}.") from error
 
 
 def as_samples(provided: Any, request: DatasetRequest, spec: str, num_samples: int | None) -> Dataset:

@@ -10,7 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_sp.layout.windows import attended_area
+from megatron_sp.layout.patterns.blocks import BlockPattern
+from megatron_sp.layout.patterns.choice import LayerAttention
 
 Range = tuple[int, int]
 
@@ -18,6 +19,7 @@ Range = tuple[int, int]
 #: ``supports`` what it can do, and a run whose masks need more is refused before it starts.
 DOCUMENTS = "documents"
 WINDOW = "window"
+PATTERN = "pattern"
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ class AttentionMask:
 
     A mask is an immutable Python object, equal on all ranks that share a sequence, and holds nothing of the size of the
     sequence. So recomputation keeps it like any other argument, and FSDP and torch's pipeline, which move and split
-    tensors, leave it alone. Code that adds a rule (a pattern of blocks) adds a field with a default that allows
-    everything, a name that cores declare, and its part in ``pieces``.
+    tensors, leave it alone. Code that adds a rule adds a field with a default that allows everything, a name that cores
+    declare, and its part in ``pieces``. The pieces of a pattern of blocks come from ``patterns.pieces`` instead,
+    because heads may differ.
 
     A window cuts a band out of the triangle. Blocks of W queries make it of pieces that kernels know: a causal square
     on the diagonal, and before it a mirrored one of W - 1 tokens. Nine tokens with a window of W = 4 (c: causal,
@@ -91,25 +94,40 @@ class AttentionMask:
             query sees only keys of its own document. Empty: each sequence is one document.
         window: a query sees the key at its own position and the ``window - 1`` before it. 0: all before it. Batches
             come without a window, and each layer adds its own (``within``).
+        pattern: a query sees only keys of its own block and of the blocks that this pattern lists for it. None: of all
+            blocks. Each layer adds its own; a layer has a window or a pattern.
+        first_head: number, within the model, of the first query head that attention is given. Patterns whose heads
+            differ need it; ``of_heads`` sets it on the rank that attends.
     """
 
     documents: tuple[tuple[int, ...], ...] = ()
     window: int = 0
+    pattern: BlockPattern | None = None
+    first_head: int = 0
 
     @property
     def needs(self) -> frozenset[str]:
         """Return the names of what a core must support, beyond causal attention, to compute this mask."""
         documents = any(len(starts) > 1 for starts in self.documents)
-        return frozenset(name for name, is_used in ((DOCUMENTS, documents), (WINDOW, self.window > 0)) if is_used)
+        return frozenset(name for name, is_used in ((DOCUMENTS, documents), (WINDOW, self.window > 0),
+                                                    (PATTERN, self.pattern is not None)) if is_used)
 
-    def within(self, window: int) -> AttentionMask:
-        """Return the mask with a window; 0 leaves it as it is."""
-        return replace(self, window=window) if window else self
+    def within(self, window: int, pattern: BlockPattern | None = None) -> AttentionMask:
+        """Return the mask with a window and a pattern of blocks; 0 and None leave it as it is."""
+        return replace(self, window=window, pattern=pattern) if window or pattern is not None else self
+
+    def of_heads(self, first_head: int) -> AttentionMask:
+        """Return the mask for heads from this one on; the same mask where all heads see the same."""
+        return self if self.pattern is None else replace(self, first_head=first_head)
 
     def after(self, tokens: int) -> AttentionMask:
-        """Return the mask for sequences without their first ``tokens`` tokens, whose keys no query needs."""
+        """Return the mask for sequences without their first ``tokens`` tokens, whose keys no query needs.
+
+        Blocks of a pattern are counted from the beginning of the sequence, so with a pattern nothing can be left out.
+        """
         if not tokens:
             return self
+        assert self.pattern is None
         return replace(self, documents=tuple(
             (0, *(start - tokens for start in starts if start > tokens)) for starts in self.documents))
 
@@ -142,20 +160,22 @@ class AttentionMask:
         """
         return [stop - start for row in range(batch) for start, stop in self.ranges(row, (0, tokens))]
 
-    def attention_share(self, batch: int, tokens: int, windows: Sequence[int] = (0,)) -> float:
+    def attention_share(self, batch: int, tokens: int,
+                        layers: Sequence[LayerAttention] = (LayerAttention(),)) -> float:
         """Return the work of attention to all sequences, relative to sequences of one document each: 1.0 or less.
 
-        The work of a document is in proportion to the square of its length, or to the part of it in a window.
+        The work of a document is in proportion to the square of its length, or to the part of it in a window or
+        pattern.
 
         Args:
-            windows: the window of each layer, see ``windows.layer_windows``.
+            layers: the attention of each layer, see ``patterns.choice``.
         """
         if DOCUMENTS not in self.needs:
             return 1.0
-        lengths = self.lengths(batch, tokens)
-        counts = {window: windows.count(window) for window in windows}
-        work = sum(count * attended_area(length, window) for window, count in counts.items() for length in lengths)
-        return work / (batch * sum(count * attended_area(tokens, window) for window, count in counts.items()))
+        counts = {layer: layers.count(layer) for layer in layers}
+        work = sum(count * layer.area(*place) for layer, count in counts.items()
+                   for row in range(batch) for place in self.ranges(row, (0, tokens)))
+        return work / (batch * sum(count * layer.area(0, tokens) for layer, count in counts.items()))
 
     def pieces(self, row: int, queries: Range, keys: Range) -> list[Piece]:
         """Return the pieces that make up the attention of some queries of a sequence to some of its keys.
@@ -167,6 +187,7 @@ class AttentionMask:
             row: number of the sequence in the microbatch.
             queries, keys: half-open ranges of positions; they may overlap in any way.
         """
+        assert self.pattern is None, "patterns.pieces knows the pieces of a pattern"
         found: list[Piece] = []
         for start, stop in self.ranges(row, (min(queries[0], keys[0]), max(queries[1], keys[1]))):
             first, last = max(start, queries[0]), min(stop, queries[1])

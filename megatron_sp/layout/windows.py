@@ -1,7 +1,8 @@
 """Which layers attend within a sliding window, and how many pairs of query and key that leaves. Pure arithmetic.
 
 With a window of W tokens a query sees the key at its own position and the W - 1 before it. Local layers, which have the
-window, and global layers, which see all earlier tokens, can alternate (``--window-attn-skip-freq``).
+window, and global layers, which see all earlier tokens, can alternate (``--window-attn-skip-freq``). The patterns of
+blocks that layers can have in place of a window are in ``layout/patterns``.
 """
 
 from __future__ import annotations
@@ -66,15 +67,28 @@ def layer_windows(model: Model) -> tuple[int, ...]:
 
     A window as long as the longest sequence hides nothing, so it counts as none.
     """
-    window, layers = model.window_size, model.num_layers
-    if window < 1 or model.attention_pattern == "causal" or 0 < model.max_position_embeddings <= window:
-        return (0,) * layers
+    window = model.window_size
+    if window < 1 or 0 < model.max_position_embeddings <= window:
+        return (0,) * model.num_layers
+    return tuple(window if name == "sliding-window" else 0 for name in layer_names(model))
+
+
+def layer_names(model: Model) -> tuple[str, ...]:
+    """Return for each layer the value of ``--attention-pattern`` that holds for it.
+
+    ``--attention-pattern-per-layer`` names one after another, again and again. Otherwise the layers that
+    ``--window-attn-skip-freq`` calls global are causal.
+    """
+    layers, several = model.num_layers, model.attention_pattern_per_layer
+    if several:
+        return tuple(several[layer % len(several)] for layer in range(layers))
+    name = model.attention_pattern or ("sliding-window" if model.window_size > 0 else "causal")
     if not model.window_attn_skip_freq:
-        return (window,) * layers
+        return (name,) * layers
     local = parse_local_layers(model.window_attn_skip_freq)
     if isinstance(local, int):
         local = tuple((layer + 1) % local != 0 for layer in range(layers))
-    return tuple(window if is_local else 0 for is_local in local)
+    return tuple(name if is_local else "causal" for is_local in local)
 
 
 def attended_area(tokens: int, window: int) -> int:

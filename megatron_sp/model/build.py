@@ -9,12 +9,14 @@ from torch import nn
 
 from megatron_sp.activations.offload import ActivationOffload
 from megatron_sp.config.schema import Run
-from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.layout.heads import HeadSplit, are_equal_groups
+from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.schedules import stages_of_rank
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.windows import layer_windows
 from megatron_sp.model.attention.chunk_attention import ChunkAttention
+from megatron_sp.model.attention.patterns import NumberedHeads
 from megatron_sp.model.attention.self_attention import AttentionPlan
 from megatron_sp.model.attention.unfused import attend_in_query_blocks
 from megatron_sp.model.block import Block
@@ -46,20 +48,23 @@ def plan_head_groups(run: Run, mesh: ParallelMesh, kernels: Kernels, plan: Atten
 
 def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit) -> AttentionPlan:
     """Return these heads and an attention core for them, wrapped for the mesh."""
+    patterns = any(layer_patterns(run.model))
+
     def core(part: HeadSplit) -> Core:
         indices = part.kv_indices(mesh.rank("ulysses"))
-        whole = match_heads(kernels.core, indices, mesh.device)
+        whole, first_head = match_heads(kernels.core, indices, mesh.device), first_query_head(part, mesh)
         if not run.memory.sequence_chunk_size:
-            return whole
+            return NumberedHeads(whole, first_head) if patterns else whole
         return ChunkAttention(whole, match_heads_in_kernel(kernels.block_kernel, indices, mesh.device),
-                              match_heads(attend_in_query_blocks, indices, mesh.device), first_query_head(part, mesh))
+                              match_heads(attend_in_query_blocks, indices, mesh.device), first_head,
+                              (kernels.block_kernel, () if are_equal_groups(indices) else indices))
 
     overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
     if run.memory.sequence_chunk_size and not heads.can_cut_keys(2):
         overlap = overlap or 1  # each group would keep the same keys and values for later chunks
     wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap, compiled=run.train.compile)
-    if run.train.compile and (run.data.reset_attention_mask or any(layer_windows(run.model))):
-        # Documents differ in each microbatch, so each would compile anew; windows are made of many small calls.
+    if run.train.compile and (run.data.reset_attention_mask or any(layer_windows(run.model)) or patterns):
+        # Documents differ in each microbatch, so each would compile anew; windows and patterns are many small calls.
         wrapped = torch.compiler.disable(wrapped)
     return AttentionPlan(heads, wrapped, first_query_head(heads, mesh))
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sp.config.schema import Run
-from megatron_sp.layout.windows import layer_windows
+from megatron_sp.layout.patterns.choice import layer_patterns
+from megatron_sp.layout.windows import layer_names, layer_windows
 from megatron_sp.model.attention.block_kernels import UnfusedBlockKernel, choose_block_kernel
 from megatron_sp.model.attention.cores import AttentionCore, SDPACore, choose_core
+from megatron_sp.model.attention.flex import FlexAttention, passes_flex_trial
+from megatron_sp.model.attention.patterns import PatternAttention
 from megatron_sp.model.attention.window import WindowAttention
 from megatron_sp.model.norm_kernels import NormKernels, choose_norm_kernels
 from megatron_sp.parallel.ring import BlockKernel
@@ -44,16 +47,34 @@ def choose_kernels(run: Run, device: torch.device) -> Kernels:
     if uses_blocks(run):
         chosen = choose_block_kernel(device, dtype, run.model.head_dim,
                                      use="ring" if run.parallel.ring > 1 else "chunks")
-        return Kernels(SDPACore(windowed=WindowAttention(chosen.kernel)), chosen.kernel, norms, chosen.warnings)
+        core = SDPACore(windowed=WindowAttention(chosen.kernel), patterned=PatternAttention(chosen.kernel))
+        return Kernels(core, chosen.kernel, norms, chosen.warnings)
     windowed: WindowAttention | None = None
+    patterned: PatternAttention | FlexAttention | None = None
     missing: tuple[str, ...] = ()
-    if any(layer_windows(run.model)) and run.model.attention_dropout == 0 and run.train.attention_backend != "unfused":
-        chosen = choose_block_kernel(device, dtype, run.model.head_dim, use="window")
-        windowed, missing = WindowAttention(chosen.kernel), chosen.warnings
-    core = choose_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
+    windows, patterns = any(layer_windows(run.model)), any(layer_patterns(run.model))
+    if (windows or patterns) and run.model.attention_dropout == 0 and run.train.attention_backend != "unfused":
+        chosen = choose_block_kernel(device, dtype, run.model.head_dim, use="window" if windows else "pattern")
+        windowed = WindowAttention(chosen.kernel) if windows else None
+        patterned, missing = PatternAttention(chosen.kernel) if patterns else None, chosen.warnings
+        if patterned is not None and device.type == "cuda" and not run.train.compile:
+            patterned = try_flex(run, patterned, device, dtype) or patterned
+            missing = () if isinstance(patterned, FlexAttention) and not windows else missing
+    found = choose_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
                        half_head_dim=run.model.head_dim if dtype != torch.float32 else 0,
-                       documents=run.data.reset_attention_mask, windowed=windowed)
-    return Kernels(core.core, UnfusedBlockKernel(), norms, core.warnings + missing)
+                       documents=run.data.reset_attention_mask, windowed=windowed, patterned=patterned)
+    return Kernels(found.core, UnfusedBlockKernel(), norms, found.warnings + missing)
+
+
+def try_flex(run: Run, otherwise: PatternAttention, device: torch.device, dtype: torch.dtype) -> FlexAttention | None:
+    """Return FlexAttention if it computes right here with the run's heads in each group, else None.
+
+    A compiled layer would not compile it once more, so it is for layers that are not compiled.
+    """
+    flex = FlexAttention(otherwise)
+    share = run.model.num_attention_heads // run.model.num_query_groups
+    works = passes_flex_trial(flex, device, dtype, run.model.head_dim, 2 * share, 2)
+    return flex if works else None
 
 
 def uses_blocks(run: Run) -> bool:
@@ -82,11 +103,14 @@ def kernels_in_words(run: Run, kernels: Kernels) -> str:
                      f"--attention-dropout {run.model.attention_dropout:g} (--attention-dropout 0 makes it fast)")
     else:
         attention = core + documents_in_words(run, kernels)
-    local = sum(map(bool, layer_windows(run.model)))
-    if local:
-        layers = run.model.num_layers
-        attention += (f", within {run.model.window_size} tokens in "
-                      + ("all layers" if local == layers else f"{local} of {layers} layers"))
+    names = [name for name in layer_names(run.model) if name != "causal"]
+    for name in dict.fromkeys(names) if any(layer_windows(run.model)) or any(layer_patterns(run.model)) else ():
+        count, layers = names.count(name), run.model.num_layers
+        seen = f"within {run.model.window_size} tokens" if name == "sliding-window" else \
+            f"to the blocks of {run.model.attention_block_size} tokens of {name}"
+        if name != "sliding-window" and isinstance(getattr(kernels.core, "patterned", None), FlexAttention):
+            seen += " by FlexAttention"
+        attention += f", {seen} in " + ("all layers" if count == layers else f"{count} of {layers} layers")
     fused = " (fused)" if run.optimizer.optimizer != "sgd" else ""
     compiled = "compiled" if run.train.compile else "not compiled"
     return f"kernels: attention {attention}; norms {kernels.norms.name}; optimizer torch{fused}; layers {compiled}"

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Model, Run
+from megatron_sp.layout.patterns.choice import LayerAttention, layer_attention
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.segments import Segments, window_reach
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
-from megatron_sp.layout.windows import attended_area, layer_windows
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SequenceFlops:
         mlp: products with the feed-forward layers' weights.
         output: product with the output layer's weight, which is never computed again.
         attention: scores and their product with the values, as if the causal mask hid none of them. Those that a
-            window hides are left out.
+            window or a pattern hides are left out.
     """
 
     projections: float
@@ -90,8 +90,8 @@ def repeats_of(run: Run) -> Repeats:
     first_pass = (chunks - 1) / chunks  # of the tokens
     scores = (attention if kind == "full" or grouped or drops else 0.0) + grouped + drops / 2
     if chunks > 1:  # the first pass needs no attention in the last layer
-        windows, length, again = layer_windows(model), run.data.seq_length, segments_again(run)
-        scores += _attended(windows[:-1], length * (chunks - 1) // chunks) / _attended(windows, length)
+        seen, length, again = layer_attention(model), run.data.seq_length, segments_again(run)
+        scores += _attended(seen[:-1], length * (chunks - 1) // chunks) / _attended(seen, length)
         if kind == "selective" and not drops:
             scores = 0.0
         scores += again * (1 - 1 / model.num_layers)
@@ -110,7 +110,8 @@ def sequence_flops(model: Model, seq_length: int) -> SequenceFlops:
     """Return the forward FLOPs of one sequence.
 
     Per token: ``2 [L (h (A + 2K) + A h + m h f) + V h]``, with m = 3 matrices for gated activations, else 2.
-    Attention per sequence: ``4 L A s^2``; in a layer with a window of W tokens ``4 A (s^2 - (s - W)^2)``.
+    Attention per sequence: ``4 L A s^2``; in a layer with a window of W tokens ``4 A (s^2 - (s - W)^2)``, and
+    under a pattern that allows p pairs of a query and a key ``4 A (2 p - s)``.
     """
     h, layers = model.hidden_size, model.num_layers
     query = model.num_attention_heads * model.kv_channels
@@ -119,7 +120,7 @@ def sequence_flops(model: Model, seq_length: int) -> SequenceFlops:
         projections=2 * seq_length * layers * (h * (query + 2 * key_value) + query * h),
         mlp=2 * seq_length * layers * _matrices(model) * h * model.ffn_hidden_size,
         output=2 * seq_length * model.vocab_size * h,
-        attention=4 * query * _attended(layer_windows(model), seq_length))
+        attention=4 * query * _attended(layer_attention(model), seq_length))
 
 
 def segments_again(run: Run) -> float:
@@ -128,6 +129,6 @@ def segments_again(run: Run) -> float:
     return (segments.starts[-1] - len(segments.starts) + 1) / segments.count
 
 
-def _attended(windows: Sequence[int], tokens: int) -> int:
+def _attended(layers: Sequence[LayerAttention], tokens: int) -> float:
     """Return the sum over some layers of what attention to a sequence computes; see ``attended_area``."""
-    return sum(attended_area(tokens, window) for window in windows)
+    return sum(layers.count(layer) * layer.area(0, tokens) for layer in dict.fromkeys(layers))

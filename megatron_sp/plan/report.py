@@ -14,11 +14,11 @@ from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.layout.grid import Grid
+from megatron_sp.layout.patterns.choice import seen_in_words
 from megatron_sp.layout.schedules import stages_of_rank
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
 from megatron_sp.layout.tokens import SequenceLayout
-from megatron_sp.layout.windows import layer_windows
 from megatron_sp.plan.communication import Traffic, step_traffic
 from megatron_sp.plan.devices import GIB, Device
 from megatron_sp.plan.flops import repeats_of, sequence_flops
@@ -78,7 +78,7 @@ class Report:
                       "data_parallel": parallel.dp, "microbatches": _microbatches(run),
                       "tokens_per_rank": run.data.seq_length // parallel.sp, "chunks": num_chunks(run)},
             "iterations": iterations, "samples": samples, "tokens": samples * run.data.seq_length,
-            "attention_counted": "causal half" + (" within the window" if any(layer_windows(run.model)) else "") + (
+            "attention_counted": "causal half" + seen_in_words(run.model) + (
                 ", as if each sequence were one document" if run.data.reset_attention_mask else ""),
             "flops_per_step": run.train.global_batch_size * flops.train(),
             "hardware_flops_per_step": run.train.global_batch_size * flops.train(repeats=repeats_of(run)),

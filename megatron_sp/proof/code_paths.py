@@ -10,10 +10,11 @@ from typing import Any
 
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import HeadSplit, are_equal_groups
+from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.layout.schedules import SCHEDULES
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks, tokens_at_once
-from megatron_sp.layout.windows import layer_windows
+from megatron_sp.layout.windows import layer_names, layer_windows
 
 #: For each code path: the cost of a proof without it, and its description for users. Where a proof cannot have all code
 #: paths, ``shrink`` chooses the small run for which the costs of the missing ones have the lowest sum.
@@ -60,7 +61,7 @@ def code_paths(run: Run) -> dict[str, Any]:
         "sharded": shard > 1, "replicated": parallel.fsdp // shard > 1,
         "shards within a sequence": 1 < shard <= parallel.sp,
         "memory": memory_paths(run), "chunks": min(3, num_chunks(run)),
-        "windows": window_paths(run),
+        "windows": window_paths(run), "patterns": pattern_paths(run),
         "partly rotated heads": model.rotary_percent < 1,
         "tail of learned positions":
             model.position_embedding_type == "learned_absolute" and model.max_position_embeddings > run.data.seq_length,
@@ -97,6 +98,13 @@ def window_paths(run: Run) -> tuple[bool, bool, bool]:
     """Return whether some layers attend within a window, whether some do not, and whether it is longer than a chunk."""
     windows = layer_windows(run.model)
     return any(windows), not all(windows), max(windows) > tokens_at_once(run)
+
+
+def pattern_paths(run: Run) -> tuple[frozenset[str], bool, bool]:
+    """Return the patterns of blocks, whether some layers have none, and whether their heads differ."""
+    patterns = layer_patterns(run.model)
+    names = frozenset(name for name, pattern in zip(layer_names(run.model), patterns) if pattern is not None)
+    return names, not all(patterns), any(pattern.by_head for pattern in patterns if pattern is not None)
 
 
 def memory_paths(run: Run) -> tuple[bool, ...]:

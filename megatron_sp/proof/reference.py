@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_sp.config.schema import Model, Run
 from megatron_sp.parallel.random import Dropout
+from megatron_sp.proof.reference_masks import visible_keys
 
 Weights = dict[str, Tensor]
 #: Tokens and labels of a global batch, each ``[B, s]`` int64; labels are -100 where there is no loss.
@@ -247,27 +248,20 @@ def reference_logits(weights: Weights, model: Model, tokens: Tensor, positions: 
         x = x + weights["embedding.position.weight"][positions]
     x = drop("embedding", x)
     for index in range(model.num_layers):
-        x = reference_block(weights, f"layers.{index}", model, x, positions, drop, _in_window(model, index, same, x))
+        seen = _seen(model, index, same, x.shape[1])
+        x = reference_block(weights, f"layers.{index}", model, x, positions, drop, seen)
     x = _norm(weights, "final_norm", model, x)
     tied = not model.untie_embeddings_and_output_weights
     return x @ weights["embedding.word.weight" if tied else "output.weight"].T
 
 
-def _in_window(model: Model, layer: int, same: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return ``same`` without the pairs of tokens that the window of a layer hides, bool ``[B, s, s]``.
-
-    Under Megatron's rule every N-th layer has no window, or a list says for each layer whether it has one.
-    """
-    pattern = model.window_attn_skip_freq
-    if not model.window_size:
-        return same
-    if pattern:
-        value = eval(pattern, {"__builtins__": {}})  # as Megatron reads it; the configuration check has seen it
-        if not (value[layer] if isinstance(value, list) else (layer + 1) % value):
-            return same
-    place = torch.arange(x.shape[1])
-    near = (place.unsqueeze(1) - place < model.window_size).expand(x.shape[0], -1, -1)
-    return near if same is None else near & same
+def _seen(model: Model, layer: int, same: Tensor | None, length: int) -> Tensor | None:
+    """Return which keys the queries of a layer may see, bool ``[B, n, s, s]``; None where all keys before them."""
+    visible = visible_keys(model, layer, length)
+    if same is None:
+        return None if visible is None else visible.unsqueeze(0)
+    same = same.unsqueeze(1)  # [B, 1, s, s]
+    return same if visible is None else same & visible
 
 
 def reference_block(weights: Weights, name: str, model: Model, x: Tensor, positions: Tensor,
@@ -307,14 +301,14 @@ def _attention(weights: Weights, name: str, model: Model, x: Tensor, positions: 
         q, k = _norm(weights, f"{name}.query_norm", model, q), _norm(weights, f"{name}.key_norm", model, k)
     if model.position_embedding_type == "rope":
         q, k = _rotate(q, positions, model), _rotate(k, positions, model)
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     if same is not None:
-        hidden = hidden | ~same  # [B, s, s]
+        hidden = hidden | ~same  # [B, n, s, s] or [B, 1, s, s]
     outputs = []
     for head in range(n):
         group = head * g // n
         scores = q[:, :, head] @ k[:, :, group].transpose(1, 2) / math.sqrt(d)  # [B, s, s]
-        probabilities = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+        probabilities = torch.softmax(scores.masked_fill(hidden[:, head % hidden.shape[1]], -math.inf), dim=-1)
         outputs.append(drop(probabilities, head) @ v[:, :, group])  # [B, s, d]
     return _linear(weights, f"{name}.output", torch.cat(outputs, dim=-1))
 

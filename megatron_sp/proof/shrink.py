@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_sp.config.resolve import resolve, with_vocab
 from megatron_sp.config.rules.checks import check_problems
-from megatron_sp.config.schema import Checkpoint, Data, Logging, Optimizer, Parallel, Precision, Run, Schedule
+from megatron_sp.config.schema import Checkpoint, Data, Logging, Model, Optimizer, Parallel, Precision, Run, Schedule
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.layout.windows import layer_names
 from megatron_sp.proof.code_paths import COSTS, code_paths, cost_of_missing, head_paths
 
 MOST_PROCESSES = 16
@@ -34,6 +36,8 @@ CLIP = 0.1
 LOSS_SCALE = 256.0
 #: Window of a proof: a few blocks in each sequence, and no divisor of its length.
 WINDOW = 5
+#: Tokens of a block in a proof of a pattern; no divisor of the length either.
+BLOCK = 3
 AXES = {"tensor": "tp", "pipeline": "pp", "Ulysses": "ulysses", "ring": "ring"}
 
 
@@ -258,31 +262,48 @@ def _small_model(run: Run, like: Run) -> Run:
     given, tile = run.memory, max(1, at_once // parallel.sp // 2)
     mlp_tiled, loss_tiled, several, rest = wanted["memory"]
     recomputed = 1 if given.recompute_method == "block" else min(2, given.recompute_num_layers)
-    layers, each = _few_layers(run, 2 if several or rest else 1, is_uneven=wanted["uneven stages"])
-    local, is_global, spans_chunks = wanted["windows"]
+    local, _, spans_chunks = wanted["windows"]
+    seen = _small_patterns(run.model, has_window=local)
+    layers, each = _few_layers(run, 2 if several or rest else 1, is_uneven=wanted["uneven stages"],
+                               least=len(seen["attention_pattern_per_layer"]))
     return replace(
         run, data=replace(run.data, seq_length=length),
         memory=replace(given, sequence_chunk_size=at_once if given.sequence_chunk_size else 0,
                        mlp_tile_size=tile if mlp_tiled else given.mlp_tile_size,
                        loss_tile_size=tile if loss_tiled else given.loss_tile_size, recompute_num_layers=recomputed),
-        model=replace(model, attention_pattern="",
-                      window_size=(at_once + WINDOW if spans_chunks else WINDOW) if local else 0,
-                      window_attn_skip_freq="2" if local and is_global else "",
+        model=replace(model, **seen, window_size=(at_once + WINDOW if spans_chunks else WINDOW) if local else 0,
                       hidden_size=hidden, kv_channels=min(width, model.kv_channels), ffn_hidden_size=ffn,
                       num_layers=layers, max_position_embeddings=length + tail),
         parallel=replace(parallel, layers_per_virtual_stage=0, pipeline_layers=each))
 
 
-def _few_layers(run: Run, per_stage: int, is_uneven: bool) -> tuple[int, tuple[int, ...]]:
+def _small_patterns(model: Model, has_window: bool) -> dict[str, Any]:
+    """Return the fields of the patterns: those of the model's layers, with blocks of which a sequence has several."""
+    names = tuple(dict.fromkeys("causal" if name == "sliding-window" and not has_window else name
+                                for name in layer_names(model)))
+    several = names if model.attention_pattern_per_layer else ()
+    local = min(2, model.attention_local_blocks)
+    return dict(
+        attention_pattern="" if several else names[0] if len(names) == 1 else next(
+            name for name in names if name != "causal"),
+        attention_pattern_per_layer=several, window_attn_skip_freq="2" if len(names) > 1 and not several else "",
+        attention_block_size=BLOCK, attention_local_blocks=local,
+        attention_global_blocks=min(1, model.attention_global_blocks),
+        attention_random_blocks=min(1, model.attention_random_blocks), attention_stride=min(3, model.attention_stride))
+
+
+def _few_layers(run: Run, per_stage: int, is_uneven: bool, least: int) -> tuple[int, tuple[int, ...]]:
     """Return a small number of layers, and the layers of each stage if the user chose them.
 
     Args:
         per_stage: number of layers of the smallest stage.
         is_uneven: whether stages have different numbers of layers.
+        least: layers of the whole model at least.
     """
     stages, given = run.parallel.pp * run.parallel.stages_per_rank, run.parallel.pipeline_layers
     if stages == 1:
-        return min(2, run.model.num_layers), ()
+        return max(least, min(2, run.model.num_layers)), ()
+    per_stage = max(per_stage, -(-least // stages))
     if given:  # keep how many layers each stage has more than the smallest one
         each = tuple(count - min(given) + per_stage for count in given)
         return sum(each), each

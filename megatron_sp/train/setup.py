@@ -16,7 +16,7 @@ from megatron_sp.config.serialize import to_dict
 from megatron_sp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.layout.length_schedule import Phase
-from megatron_sp.layout.windows import layer_windows
+from megatron_sp.layout.patterns.choice import seen_in_words
 from megatron_sp.runtime import Environment, start, stop
 from megatron_sp.train.length_phases import run_of_phase, starting_phase
 from megatron_sp.train.report.recorder import Recorder
@@ -114,7 +114,7 @@ def advice(run: Run) -> list[str]:
     if not run.checkpoint.save:
         lines.append("no --save: neither metrics.jsonl nor config.json nor a checkpoint is written")
     if run.logging.log_throughput:
-        inside = (" within the window" if any(layer_windows(run.model)) else "") + (
+        inside = seen_in_words(run.model) + (
             " inside documents" if run.data.reset_attention_mask else "")
         lines.append(f"throughput and MFU count matrix products, the causal half of attention{inside} and no "
                      "recomputation; HFU counts recomputation, too")

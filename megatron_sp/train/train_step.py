@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
-from megatron_sp.layout.windows import layer_windows
+from megatron_sp.layout.patterns.choice import LayerAttention, layer_attention
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.train.forward_backward import Engine, PipelineEngine, build_engine
 from megatron_sp.train.health.loss_scale import LossScaler
@@ -94,7 +94,7 @@ class TrainStep:
         clip_grad: largest global gradient norm; 0 turns clipping off.
         counts_zeros: whether to count zeros in the gradient.
         measures_weights: whether to compute the norm of the weights.
-        windows: the attention window of each layer, see ``windows.layer_windows``.
+        attention: what the tokens of each layer see, see ``layout.patterns.choice``.
     """
 
     model: nn.Module
@@ -107,7 +107,7 @@ class TrainStep:
     clip_grad: float
     counts_zeros: bool = False
     measures_weights: bool = False
-    windows: tuple[int, ...] = (0,)
+    attention: tuple[LayerAttention, ...] = (LayerAttention(),)
 
     @classmethod
     def build(cls, run: Run, model: nn.Module, mesh: ParallelMesh, timers: Timers | None = None) -> TrainStep:
@@ -120,7 +120,7 @@ class TrainStep:
         return cls(model, mesh, build_engine(run, model, mesh, timers), build_optimizer(run, model), Schedule.of(run),
                    LossScaler(run.precision), timers, clip_grad=run.optimizer.clip_grad,
                    counts_zeros=run.logging.log_num_zeros_in_grad, measures_weights=run.logging.log_params_norm,
-                   windows=layer_windows(run.model))
+                   attention=layer_attention(run.model))
 
     def compute_gradients(self, microbatches: Sequence[Microbatch],
                           votes: Callable[[], Sequence[float]] = tuple) -> StepTotals:
@@ -146,7 +146,7 @@ class TrainStep:
     def _attention_share(self, microbatches: Sequence[Microbatch]) -> float:
         """Return the work of attention in this rank's sequences, relative to sequences of one document each."""
         found = [batch.mask.attention_share(len(batch.tokens), batch.tokens.shape[1] * self.mesh.size("sp"),
-                                            self.windows)
+                                            self.attention)
                  for batch in microbatches]
         return sum(found) / len(found)
 

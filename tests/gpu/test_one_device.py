@@ -15,8 +15,11 @@ import torch.nn.functional as F
 
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.patterns.blocks import BigBird
 from megatron_sp.model.attention.block_kernels import GPUFlashBlockKernel, UnfusedBlockKernel, agrees_with_unfused
 from megatron_sp.model.attention.cores import SDPACore, UnfusedCore, choose_core
+from megatron_sp.model.attention.flex import FlexAttention, passes_flex_trial
+from megatron_sp.model.attention.patterns import PatternAttention
 from megatron_sp.model.build import build_model
 from megatron_sp.model.kernels import choose_kernels, kernels_in_words
 from megatron_sp.model.loss import linear_cross_entropy_sum
@@ -66,6 +69,22 @@ def test_attention_inside_documents_equals_the_fp64_reference(device: torch.devi
             x[0, 140] += 10
         same = (core(*half, mask=mask) == before).flatten(2).all(-1)
     assert same[1].all() and same[0, :129].all() and same[0, 170:].all() and not same[0, 140:170].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_patterns_of_blocks_equal_the_fp64_reference(device: torch.device, dtype: torch.dtype, kv_heads: int) -> None:
+    """By FlexAttention, which must pass its trial, and by the pieces that are computed where it does not."""
+    pieces = PatternAttention(GPUFlashBlockKernel() if dtype == torch.bfloat16 else UnfusedBlockKernel())
+    flex = FlexAttention(pieces)
+    assert passes_flex_trial(flex, device, dtype, 64, 8, kv_heads)
+    mask = AttentionMask(pattern=BigBird(128, by_head=True, local=2), first_head=3)
+    given = qkv(device, dtype, kv_heads, 900)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    wanted = with_gradients(UnfusedCore(), exact, mask)
+    for attend in (flex, pieces):
+        for got, want in zip(with_gradients(SDPACore(patterned=attend), given, mask), wanted):
+            assert (got.double() - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.parametrize("dtype, head_dim", [(torch.float32, 64), (torch.float32, 66), (torch.bfloat16, 36),

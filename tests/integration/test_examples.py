@@ -64,7 +64,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_program_shows_an_example() -> None:
     shown = {Path(shlex.split(line)[1]).name for line in EXAMPLES}
     ours = {"preprocess_data.py", "train_tokenizer.py", "data_statistics.py", "gather_corpus.py", "plot_run.py",
-            "plot_schedule.py", "plot_memory.py"}
+            "plot_schedule.py", "plot_memory.py", "plot_attention.py"}
     assert ours <= shown
 
 

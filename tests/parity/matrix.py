@@ -25,15 +25,18 @@ AXES: dict[str, tuple[object, ...]] = {
     "masked": ("nothing", "eod", "late half", "ragged"), "exchange": ("collectives", "memory", "overlapped"),
     "chunks": (1, 4),
     "documents": ("joined", "by index", "by eod"),
-    "attention": ("to all", "in a window", "in windows and to all"),
+    "attention": ("to all", "in a window", "in windows and to all", "in blocks"),
 }
 #: The flags that separate documents, in each way; they change what is computed, in one process too.
 DOCUMENTS = {"joined": "", "by index": " --reset-position-ids --reset-attention-mask",
              "by eod": " --reset-position-ids --reset-attention-mask --document-boundaries eod"}
-#: The flags that say which earlier tokens a token attends to. In the last way every second layer has no window. The
-#: windows end inside a chunk, inside a document and inside the tokens of a rank, and one is longer than a chunk.
+#: The flags that say which earlier tokens a token attends to. In windows and to all: every second layer has no window.
+#: In blocks: layers and heads differ. Windows and blocks end inside a chunk, inside a document and inside the tokens of
+#: a rank, and one window is longer than a chunk.
 ATTENTION = {"to all": "", "in a window": " --window-size 5", "in windows and to all":
-             " --window-size 11 --window-attn-skip-freq 2"}
+             " --window-size 11 --window-attn-skip-freq 2", "in blocks":
+             " --attention-pattern-per-layer bigbird strided --attention-block-size 3 --attention-local-blocks 2 "
+             "--attention-stride 3 --attention-blocks-by-head"}
 #: The flags of each way to exchange tensors: through collectives, as on GPUs; through memory that CPU ranks share; and
 #: through collectives that overlap with computation.
 EXCHANGE = {"collectives": " --no-shared-memory", "memory": "", "overlapped":
@@ -79,6 +82,8 @@ def allowed(layout: Layout) -> bool:
             ulysses == 1 or ring > 1 or 8 // tp < 2 * ulysses):
         return False
     if at["chunks"] != 1 and (ring > 1 or schedule not in ("none", "1f1b")):
+        return False
+    if at["attention"] == "in blocks" and ring > 1:
         return False
     split_backward = schedule not in ("none", "1f1b", "interleaved")
     if split_backward and (at["zero"] == 3 or at["recompute"]):
@@ -163,6 +168,8 @@ def of_size(axis: str, size: int, generator: random.Random) -> Case:
     """
     at = {name: generator.choice(AXES[name]) for name in ("zero", "tied", "style", "masked", "exchange", "documents",
                                                             "attention")}
+    if axis == "ring" and at["attention"] == "in blocks":
+        at["attention"] = "to all"
     heads, kv, layers, batch, words = 4, generator.choice((1, 2, 4)), 2, 4, [
         f"{SIZED_AXES[axis]} {size}" if SIZED_AXES[axis] else ""]
     schedule = "none"
@@ -219,7 +226,7 @@ def pairs(layout: Layout) -> Iterator[Pair]:
 @cache
 def chosen() -> tuple[Layout, ...]:
     """Pick 10 layouts of 8 ranks, 30 of 4 and 10 of 2: each the one with most pairs of values that are rare so far."""
-    generator, met = random.Random(12), Counter[Pair]()
+    generator, met = random.Random(13), Counter[Pair]()
     picked: list[Layout] = []
     for world, count in ((8, 10), (4, 30), (2, 10)):
         pool = {layout: list(pairs(layout)) for layout in (draw(generator, world) for _ in range(CANDIDATES[world]))}

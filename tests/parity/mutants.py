@@ -21,6 +21,7 @@ MODEL = ("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-key-v
 TP2, U2, PP2 = "--tensor-model-parallel-size 2", "--ulysses-size 2", "--pipeline-model-parallel-size 2"
 CHUNKS = "--sequence-chunk-size 1024"
 DOCUMENTS = "--reset-position-ids --reset-attention-mask"
+BLOCKS = "--attention-pattern bigbird --attention-blocks-by-head"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 
@@ -82,6 +83,11 @@ MUTANTS = {
     "chunks do not see the first one": Mutant(
         "model/attention/chunk_attention.py", "for number in range(past.number) if",
         "for number in range(1, past.number) if", 1, CHUNKS, "loss"),
+    "patterns of the first heads on every rank": Mutant(
+        "model/attention/patterns.py", "mask=mask.of_heads(self.first_head)", "mask=mask", 2, f"{U2} {BLOCKS}", "loss"),
+    "global blocks are left out of backward": Mutant(
+        "model/attention/patterns.py", "total.index_add_(0, where.flatten(), part.to(total.dtype).flatten(0, 1))",
+        "total[where.flatten()] = part.to(total.dtype).flatten(0, 1)", 1, BLOCKS, "gradient of"),
     "gradients of the last chunk alone": Mutant(
         "train/chunk_recurrence.py", "for number in reversed(range(start, stop - 1))]", "for number in range(0)]", 1,
         CHUNKS, "loss"),

@@ -32,7 +32,7 @@ REFUSED_SECTIONS = {
     "progressive_layer_drop": "dropping layers is not supported",
     "eigenvalue": "it steers compression, which is not supported",
     "amp": "mixed precision of apex is not supported; enable fp16 or bf16 instead",
-    "sparse_attention": "sparse attention is not supported",
+    "sparse_attention": "sparse attention has flags, see --attention-pattern",
     "autotuning": "tools/plan.py looks for a layout instead",
 }
 #: Keys that set fields; the functions below read them.

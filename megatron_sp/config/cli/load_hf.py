@@ -18,7 +18,9 @@ MAY_DIFFER = {"rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_sc
               "yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim",
               "yarn_attention_factor",
               "max_position_embeddings", "attention_dropout", "hidden_dropout", "attention_pattern", "window_size",
-              "window_attn_skip_freq"}
+              "window_attn_skip_freq", "attention_pattern_per_layer", "attention_block_size", "attention_local_blocks",
+              "attention_global_blocks", "attention_random_blocks", "attention_stride", "attention_blocks_by_head",
+              "attention_pattern_seed"}
 #: Files of which a directory holds at least one when it holds a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from megatron_sp.config.schema import Run
-from megatron_sp.layout.windows import layer_windows, parse_local_layers
+from megatron_sp.config.schema import Model, Run
+from megatron_sp.errors import ConfigError
+from megatron_sp.layout.patterns.blocks import Own
+from megatron_sp.layout.patterns.choice import BLOCK_PATTERNS, PATTERNS, layer_patterns
+from megatron_sp.layout.patterns.own import names_function, problems_of
+from megatron_sp.layout.windows import layer_names, layer_windows, parse_local_layers
+
+#: For each flag of the patterns of blocks: its field, and the patterns that it changes.
+USES = {
+    "--attention-block-size": ("attention_block_size", (*BLOCK_PATTERNS, "FILE.py:FUNCTION")),
+    "--attention-local-blocks": ("attention_local_blocks", BLOCK_PATTERNS),
+    "--attention-global-blocks": ("attention_global_blocks", ("fixed", "longformer", "bigbird")),
+    "--attention-random-blocks": ("attention_random_blocks", ("bigbird",)),
+    "--attention-stride": ("attention_stride", ("strided",)),
+    "--attention-blocks-by-head": ("attention_blocks_by_head", ("fixed", "bigbird", "strided")),
+    "--attention-pattern-seed": ("attention_pattern_seed", ("bigbird",)),
+}
 
 
 def check_attention(run: Run) -> list[str]:
-    """Return contradictions of the flags of the window, and a list of layers that does not fit the model."""
+    """Return contradictions of the flags of windows and patterns, and lists of layers that do not fit the model."""
     model = run.model
-    found = []
-    if model.attention_pattern == "sliding-window" and not model.window_size:
-        found.append("--attention-pattern sliding-window needs --window-size W: how many tokens a token attends to, "
-                     "itself included.")
-    if model.attention_pattern == "causal" and model.window_size:
-        found.append(f"--attention-pattern causal and --window-size {model.window_size} contradict each other; keep "
-                     "one of them.")
+    found = _names(model) + _window(model)
     if model.window_attn_skip_freq:
         try:
             local = parse_local_layers(model.window_attn_skip_freq)
@@ -24,19 +33,99 @@ def check_attention(run: Run) -> list[str]:
         if not isinstance(local, int) and model.num_layers > 0 and len(local) != model.num_layers:
             found.append(f"--window-attn-skip-freq {model.window_attn_skip_freq} is a list for {len(local)} layers, "
                          f"and --num-layers is {model.num_layers}; give one number for each layer.")
+    return found or _blocks(run)
+
+
+def _named(model: Model) -> tuple[str, ...]:
+    """Return the patterns that the flags name."""
+    return model.attention_pattern_per_layer or (model.attention_pattern,)
+
+
+def _names(model: Model) -> list[str]:
+    """Return patterns that do not exist, and flags that name patterns twice."""
+    several = model.attention_pattern_per_layer
+    flag = "--attention-pattern-per-layer" if several else "--attention-pattern"
+    found = [f"{flag} {name!r} is not one of {', '.join(PATTERNS)}, and no FILE.py:FUNCTION." for name in _named(model)
+             if name not in PATTERNS and not names_function(name)]
+    said = " ".join(several)
+    if several and model.attention_pattern:
+        found.append(f"--attention-pattern {model.attention_pattern} and --attention-pattern-per-layer {said} both say "
+                     "what layers attend to; keep one of them.")
+    if several and model.window_attn_skip_freq:
+        found.append(f"--window-attn-skip-freq {model.window_attn_skip_freq} and --attention-pattern-per-layer {said} "
+                     "both say which layers are local; keep one of them.")
+    if len(several) > model.num_layers > 0:
+        found.append(f"--attention-pattern-per-layer {said} names {len(several)} patterns, and --num-layers is "
+                     f"{model.num_layers}; leave {len(several) - model.num_layers} out.")
     return found
 
 
-def window_notes(run: Run) -> list[str]:
-    """Return notes on flags of the window that have no effect in a valid run."""
+def _window(model: Model) -> list[str]:
+    """Return a window without its length, and a length without a window."""
+    names, window = _named(model), model.window_size
+    if "sliding-window" in names:
+        return [] if window else ["sliding-window needs --window-size W beside --attention-pattern: how many tokens a "
+                                  "token attends to, itself included."]
+    flag = "--attention-pattern-per-layer" if model.attention_pattern_per_layer else "--attention-pattern"
+    return [f"{flag} {' '.join(names)} and --window-size {window} contradict each other; keep one of them."
+            ] if window else []
+
+
+def _blocks(run: Run) -> list[str]:
+    """Return what is wrong with the blocks of patterns, and where patterns cannot be computed."""
+    model = run.model
+    found = []
+    if "fixed" in _named(model) and model.attention_global_blocks > model.attention_local_blocks:
+        found.append(f"--attention-global-blocks {model.attention_global_blocks} are blocks of a window of fixed, and "
+                     f"a window has --attention-local-blocks {model.attention_local_blocks}; give at most as many.")
+    if model.attention_block_size < 1 or model.attention_local_blocks < 1 or found:
+        return found  # the bounds say so
+    try:
+        patterns = dict.fromkeys(pattern for pattern in layer_patterns(model) if pattern is not None)
+    except ConfigError as error:
+        return error.problems
+    length = run.data.seq_length
+    for pattern in patterns:
+        if isinstance(pattern, Own) and length > 0:
+            found += problems_of(pattern, model.num_attention_heads, -(-length // pattern.block))
+    if patterns and run.parallel.ring > 1:
+        found.append(f"--attention-pattern {' '.join(dict.fromkeys(_named(model)))} is not possible with --ring-size "
+                     f"{run.parallel.ring}: the blocks of keys that visit a rank are not those of the pattern. Use "
+                     "--ulysses-size, whose ranks share the work equally.")
+    return found
+
+
+def attention_notes(run: Run) -> list[str]:
+    """Return notes on flags of windows and patterns that have no effect in a valid run."""
     model, length = run.model, run.data.seq_length
+    found = _unused(model)
+    blocks = any(name not in ("causal", "sliding-window") for name in _named(model))
+    if blocks and length <= model.attention_block_size:
+        found.append(f"--attention-block-size {model.attention_block_size} holds all of --seq-length {length}: every "
+                     "token sees all tokens before it.")
+    elif blocks and length <= model.attention_block_size * model.attention_local_blocks and not any(
+            map(names_function, _named(model))):
+        found.append(f"--attention-pattern has no effect at --seq-length {length}: --attention-local-blocks "
+                     f"{model.attention_local_blocks} of {model.attention_block_size} tokens hold all of it.")
+    if blocks and model.window_attn_skip_freq and set(layer_names(model)) == {"causal"}:
+        found.append(f"--attention-pattern {model.attention_pattern} has no effect with --window-attn-skip-freq "
+                     f"{model.window_attn_skip_freq}, which leaves no layer with it.")
     if not model.window_size:
-        return [f"--window-attn-skip-freq {model.window_attn_skip_freq} has no effect without --window-size."
-                ] if model.window_attn_skip_freq else []
+        return found + [f"--window-attn-skip-freq {model.window_attn_skip_freq} has no effect without --window-size or "
+                        "--attention-pattern."] * bool(model.window_attn_skip_freq and not blocks)
     if model.window_size >= length:
-        return [f"--window-size {model.window_size} has no effect at --seq-length {length}: every token sees all "
-                "tokens before it."]
-    if not any(layer_windows(model)):
-        return [f"--window-size {model.window_size} has no effect with --window-attn-skip-freq "
-                f"{model.window_attn_skip_freq}, which leaves no layer with a window."]
-    return []
+        found.append(f"--window-size {model.window_size} has no effect at --seq-length {length}: every token sees all "
+                     "tokens before it.")
+    elif not any(layer_windows(model)):
+        found.append(f"--window-size {model.window_size} has no effect with --window-attn-skip-freq "
+                     f"{model.window_attn_skip_freq}, which leaves no layer with a window.")
+    return found
+
+
+def _unused(model: Model) -> list[str]:
+    """Return notes on flags of blocks that no pattern of the run reads."""
+    used = {"FILE.py:FUNCTION" if names_function(name) else name for name in _named(model)}
+    default = Model()
+    return [f"{flag} has no effect without --attention-pattern {' or '.join(patterns)}."
+            for flag, (field, patterns) in USES.items()
+            if getattr(model, field) != getattr(default, field) and not used.intersection(patterns)]

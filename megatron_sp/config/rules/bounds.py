@@ -43,13 +43,15 @@ def _bounds(bound: Bound, section: str, names: str) -> dict[str, Bound]:
 #: ``section.field`` -> what a value on the command line must satisfy.
 BOUNDS: dict[str, Bound] = {
     **_bounds(POSITIVE_INT, "model", "num_layers hidden_size num_attention_heads num_query_groups kv_channels "
-              "ffn_hidden_size max_position_embeddings window_size make_vocab_size_divisible_by vocab_size "
+              "ffn_hidden_size max_position_embeddings window_size "
+              "attention_block_size attention_local_blocks attention_stride make_vocab_size_divisible_by vocab_size "
               "padded_vocab_size"),
     **_bounds(POSITIVE, "model", "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor norm_epsilon "
               "init_method_std embedding_init_method_std yarn_beta_fast yarn_beta_slow yarn_attention_factor"),
     "model.rotary_scaling_factor": Bound(low=1, high=10**6),
     "model.original_max_position_embeddings": POSITIVE_INT,
     **_bounds(Bound(low=0, high=10**3), "model", "mscale mscale_all_dim"),
+    **_bounds(NOT_NEGATIVE, "model", "attention_global_blocks attention_random_blocks attention_pattern_seed"),
     "model.rotary_percent": Bound(low=0, high=1, low_open=True),
     **_bounds(SHARE, "model", "attention_dropout hidden_dropout"),
     **_bounds(POSITIVE_INT, "parallel", "tp pp ulysses ring ulysses_overlap_groups fsdp_size fsdp_replicas "

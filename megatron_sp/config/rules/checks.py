@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_sp.config.cli.options import schema_options
-from megatron_sp.config.rules.attention import check_attention, window_notes
+from megatron_sp.config.rules.attention import attention_notes, check_attention
 from megatron_sp.config.rules.bounds import BOUNDS, bound_problem
 from megatron_sp.config.rules.data import check_data, check_tokenizer
 from megatron_sp.config.rules.lengths import check_length_schedule, check_phases, length_notes
@@ -199,7 +199,7 @@ def advice(run: Run) -> list[str]:
     notes += [f"{name} has no effect without --save." for name, given in (
         ("--async-save", run.checkpoint.async_save), ("--keep-last", run.checkpoint.keep_last),
         ("--save-retain-interval", run.checkpoint.save_retain_interval)) if given and not run.checkpoint.save]
-    notes += horizon_notes(run) + window_notes(run) + position_notes(run) + length_notes(run)
+    notes += horizon_notes(run) + attention_notes(run) + position_notes(run) + length_notes(run)
     if run.train.manual_gc_interval and not run.train.manual_gc:
         notes.append(f"--manual-gc-interval {run.train.manual_gc_interval} has no effect without --manual-gc.")
     return notes

@@ -9,6 +9,7 @@ from megatron_sp.config.cli.values import is_number
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import DataError
 from megatron_sp.layout.document_split import parse_split
+from megatron_sp.user_function import parts
 
 
 def check_data(run: Run) -> list[str]:
@@ -31,18 +32,12 @@ def check_data(run: Run) -> list[str]:
 
 def _provider(spec: str, arguments: tuple[str, ...]) -> list[str]:
     found = []
-    if spec and not all(provider_parts(spec)):
+    if spec and not all(parts(spec)):
         found.append(f"--dataset-provider {spec} must be FILE.py:FUNCTION or package.module:FUNCTION.")
     if arguments and not spec:
         found.append("--dataset-arguments has no effect without --dataset-provider; leave it out.")
     return found + [f"--dataset-arguments: {word} must be NAME=VALUE." for word in arguments
                     if not word.partition("=")[1] or not word.partition("=")[0]]
-
-
-def provider_parts(spec: str) -> tuple[str, str]:
-    """Return the file or module and the function that ``--dataset-provider`` names; "" for a missing part."""
-    place, _, name = spec.rpartition(":")
-    return place, name
 
 
 def source_problem(run: Run) -> str:

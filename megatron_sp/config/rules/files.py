@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 from megatron_sp.config.cli.named_sets import named_sets
-from megatron_sp.config.rules.data import check_data, prefixes_of, provider_parts
+from megatron_sp.config.rules.data import check_data, prefixes_of
 from megatron_sp.config.rules.other_systems import other_system_problem
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.document_split import SPLITS, empty_split_problem, parse_split
+from megatron_sp.user_function import parts
 
 #: Begins every .idx file (see ``data.token_files.indexed_dataset``).
 MAGIC = b"MMIDIDX"
@@ -49,7 +50,7 @@ def data_problems(run: Run) -> list[str]:
     if check_data(run):
         return []       # what the flags mean is not clear
     data, evaluates, trains = run.data, run.train.eval_iters > 0, not run.train.skip_train
-    place = provider_parts(data.dataset_provider)[0]
+    place = parts(data.dataset_provider)[0]
     if place.endswith(".py") and not os.path.isfile(place):
         return [f"--dataset-provider {data.dataset_provider}: there is no file {place}."]
     used = {"--data-path": (data.data_path, True), "--train-data-path": (data.train_data_path, trains),

@@ -135,7 +135,8 @@ class Use(NamedTuple):
 
 USES = {"ring": Use("the ring attends", "use --ulysses-size instead of --ring-size"),
         "chunks": Use("chunks of the sequence attend", "leave --sequence-chunk-size out"),
-        "window": Use("the sliding window attends", "leave --window-size out")}
+        "window": Use("the sliding window attends", "leave --window-size out"),
+        "pattern": Use("the pattern of blocks attends", "leave --attention-pattern out")}
 
 
 @dataclass(frozen=True)

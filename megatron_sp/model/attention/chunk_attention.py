@@ -20,6 +20,7 @@ import torch
 
 from megatron_sp.activations.key_values import LayerPast, Output, Past
 from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask, Range
+from megatron_sp.model.attention.patterns import PatternBlocks
 from megatron_sp.model.attention.unfused import AttentionDropout
 from megatron_sp.parallel.ring import BlockKernel, PieceKernels, Triple, merge
 from megatron_sp.parallel.ulysses import Core
@@ -33,14 +34,19 @@ class ChunkAttention:
         kernel: attends to one chunk of keys; takes the rank's heads as they are.
         with_dropout: a core that drops probabilities, and is given all keys at once.
         first_head: number, within the model, of the first query head; tells this group of heads from others.
+        for_patterns: the kernel without what makes it take the rank's heads, and for each query head the index of its
+            key/value head, () where they form equal groups. Default: ``kernel``, which takes equal groups.
     """
 
-    def __init__(self, core: Core, kernel: BlockKernel, with_dropout: Core, first_head: int):
+    def __init__(self, core: Core, kernel: BlockKernel, with_dropout: Core, first_head: int,
+                 for_patterns: tuple[BlockKernel, tuple[int, ...]] | None = None):
         self.core, self.kernel, self.with_dropout, self.first_head = core, kernel, with_dropout, first_head
+        self.for_patterns = for_patterns or (kernel, ())
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None, past: LayerPast | None = None) -> torch.Tensor:
         """Attend: q [b, C, n, d], k, v [b, C, g, d] -> [b, C, n, d]"""
+        mask = mask.of_heads(self.first_head)
         if past is None:
             return self.core(q, k, v, mask=mask, dropout=dropout)
         seen = past.of_heads(self.first_head)
@@ -48,11 +54,19 @@ class ChunkAttention:
         if not seen.attends:
             return q  # of the right shape; nobody reads it
         if dropout is None:
-            return _ChunkAttention.apply(q, k, v, seen, Blocks(self.kernel, mask, seen.queries(q.shape[1]), len(q)))
+            return _ChunkAttention.apply(q, k, v, seen, self._blocks(mask, seen.queries(q.shape[1]), q))
         first = first_visible(mask, seen)
         k, v = _Extend.apply(k, v, seen, first)  # [b, C, g, d] -> [b, past + C, g, d]
         return self.with_dropout(q, k, v, mask=mask.after(seen.keys(first)[0]),
                                  dropout=replace(dropout, earlier=seen.keys(first)[0]))
+
+
+    def _blocks(self, mask: AttentionMask, queries: Range, q: torch.Tensor) -> Blocks | PatternBlocks:
+        """Return what attends with these queries to one block of keys after another."""
+        if mask.pattern is None:
+            return Blocks(self.kernel, mask, queries, len(q))
+        kernel, kv_indices = self.for_patterns
+        return PatternBlocks(kernel, mask, queries, len(q), q.shape[2], kv_indices)
 
 
 class Part(NamedTuple):
@@ -135,7 +149,7 @@ def first_visible(mask: AttentionMask, past: Past) -> int:
 class _ChunkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: Past,
-                blocks: Blocks) -> torch.Tensor:
+                blocks: Blocks | PatternBlocks) -> torch.Tensor:
         kept = past.kept_output()
         o, lse = attend_to_blocks(q, k, v, past, blocks) if kept is None else kept
         if kept is None:
@@ -148,7 +162,7 @@ class _ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         q, k, v, o, lse = ctx.saved_tensors
         past: Past = ctx.past
-        blocks: Blocks = ctx.blocks
+        blocks: Any = ctx.blocks
         visible = blocks.visible(past)
         earlier = past.blocks(visible, with_gradients=True)
         dq = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
@@ -159,12 +173,14 @@ class _ChunkAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def attend_to_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: Past, blocks: Blocks) -> Output:
+def attend_to_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: Past,
+                     blocks: Any) -> Output:
     """Return attention of a chunk to its own and all earlier keys, and the log-sum-exp of its scores.
 
     Args:
         q: [b, C, n, d]
         k, v: [b, C, g, d]
+        blocks: ``Blocks`` or ``PatternBlocks``.
     Returns:
         o [b, C, n, d] in the type of q, log-sum-exp [b, n, C] in at least fp32
     """

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, WINDOW, AttentionMask
+from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, PATTERN, WINDOW, AttentionMask
 from megatron_sp.model.attention.documents import DocumentAttention, Varlen, Windowed, first_keys
 from megatron_sp.model.attention.flash import (
     FlashAttention,
@@ -26,6 +26,7 @@ from megatron_sp.model.attention.flash import (
     passes_varlen_trials,
     torch_varlen,
 )
+from megatron_sp.model.attention.patterns import hidden_keys
 from megatron_sp.model.attention.unfused import AttentionDropout, attend_in_query_blocks, block_attention
 from megatron_sp.model.norm_kernels import require_gpu
 
@@ -55,7 +56,7 @@ class UnfusedCore:
     """The quadratic reference, which forms all probabilities at once; for tests and small runs."""
 
     description = "unfused"
-    supports = frozenset({DOCUMENTS, WINDOW})
+    supports = frozenset({DOCUMENTS, WINDOW, PATTERN})
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
@@ -63,7 +64,10 @@ class UnfusedCore:
             return attend_in_query_blocks(q, k, v, mask, dropout)
         earlier = k.shape[1] - q.shape[1]
         seen_from = first_keys(mask, *k.shape[:2])[:, earlier:] if mask.needs else None
-        return block_attention(q, k, v, earlier, True, None, seen_from)[0]
+        hidden = None
+        if mask.pattern is not None:
+            hidden = hidden_keys(mask, q.shape[2], (earlier, k.shape[1]), k.shape[1])
+        return block_attention(q, k, v, earlier, True, None, seen_from, hidden)[0]
 
 
 class SDPACore:
@@ -81,19 +85,23 @@ class SDPACore:
         has_flash: the GPU can run torch's flash attention (Ampere or newer).
         varlen: attends to all documents of a row at once; None: each document is attended to by itself.
         windowed: attends within a window where there is no ``varlen``; default: unfused in query blocks.
+        patterned: attends under a pattern of blocks; default: unfused in query blocks.
     """
 
     description = "torch's scaled_dot_product_attention"
-    supports = frozenset({DOCUMENTS, WINDOW})
+    supports = frozenset({DOCUMENTS, WINDOW, PATTERN})
 
-    def __init__(self, *, has_flash: bool = True, varlen: Varlen | None = None, windowed: Windowed | None = None):
-        self.has_flash = has_flash
+    def __init__(self, *, has_flash: bool = True, varlen: Varlen | None = None, windowed: Windowed | None = None,
+                 patterned: Windowed | None = None):
+        self.has_flash, self.patterned = has_flash, patterned or _in_query_blocks
         self.inside_documents = DocumentAttention(self._whole, windowed or _in_query_blocks, varlen)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
         if dropout is not None or needs_query_blocks(q, k, mask):
             return attend_in_query_blocks(q, k, v, mask, dropout)
+        if mask.pattern is not None:
+            return self.patterned(q, k, v, mask)
         return self.inside_documents(q, k, v, mask) if mask.needs else self._whole(q, k, v)
 
     def _whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -148,10 +156,11 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 class FlashCore:
     """One version of flash attention, for half precision on a GPU."""
 
-    supports = frozenset({DOCUMENTS, WINDOW})
+    supports = frozenset({DOCUMENTS, WINDOW, PATTERN})
 
-    def __init__(self, flash: FlashAttention, windowed: Windowed | None = None):
+    def __init__(self, flash: FlashAttention, windowed: Windowed | None = None, patterned: Windowed | None = None):
         self.description, self.attend = flash.description, flash.attend
+        self.patterned = patterned or _in_query_blocks
         self.inside_documents = DocumentAttention(lambda q, k, v: flash.attend(q, k, v, True),
                                                   windowed or _in_query_blocks, flash.varlen)
 
@@ -160,6 +169,8 @@ class FlashCore:
         assert dropout is None, "the configuration check refuses flash attention with attention dropout"
         if needs_query_blocks(q, k, mask):
             return attend_in_query_blocks(q, k, v, mask, None)
+        if mask.pattern is not None:
+            return self.patterned(q, k, v, mask)
         if mask.needs:
             return self.inside_documents(q, k, v, mask)
         return self.attend(q, k, v, bool(q.shape[1] == k.shape[1]))
@@ -174,7 +185,8 @@ class ChosenCore:
 
 
 def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_head_dim: int = 0,
-                documents: bool = False, windowed: Windowed | None = None) -> ChosenCore:
+                documents: bool = False, windowed: Windowed | None = None,
+                patterned: Windowed | None = None) -> ChosenCore:
     """Return the core that ``--attention-core name`` means on this device.
 
     "auto" means flash attention of another package, if one is installed and computes right, else "sdpa". torch's own
@@ -184,6 +196,7 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_he
         half_head_dim: head width where attention computes in half precision, else 0.
         documents: whether tokens attend only to their own document.
         windowed: attends within a window where the kernel itself cannot; None: the run has no windows.
+        patterned: attends under a pattern of blocks; None: the run has none.
 
     Raises:
         ConfigError: the name is "flash", and there is no GPU or no version of flash attention works on it.
@@ -203,7 +216,7 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_he
         warnings = tuple(f"{failed} is installed, but gives wrong results or errors at head width {half_head_dim} on "
                          f"this GPU. The run uses {used} instead." for failed in search.failed)
         if search.found is not None:
-            return ChosenCore(FlashCore(search.found, windowed), warnings)
+            return ChosenCore(FlashCore(search.found, windowed, patterned), warnings)
     has_flash = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     varlen = None
     windows = windowed is not None
@@ -214,4 +227,4 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_he
             warnings += (f"torch's flash attention for documents does not compute right at head width {half_head_dim} "
                          "on this GPU. The run attends to one document after another, which is slow where documents "
                          "are short.",)
-    return ChosenCore(SDPACore(has_flash=has_flash, varlen=varlen, windowed=windowed), warnings)
+    return ChosenCore(SDPACore(has_flash=has_flash, varlen=varlen, windowed=windowed, patterned=patterned), warnings)

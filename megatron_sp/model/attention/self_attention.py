@@ -15,7 +15,7 @@ from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
 from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.heads import HeadSplit
-from megatron_sp.layout.windows import layer_windows
+from megatron_sp.layout.patterns.choice import layer_attention
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.attention.unfused import AttentionDropout
 from megatron_sp.model.norm import Norm
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.region, self.plan, self.groups = layer, region, plan, list(groups)
         self.head_dim, self.interleaved = model.head_dim, model.rotary_interleaved
-        self.window = layer_windows(model)[layer]
+        self.seen = layer_attention(model)[layer]
         self.dropout = Dropout(model.attention_dropout, seed, f"{layer}/attention")
         width = model.hidden_size
         query, kv = model.num_attention_heads * model.head_dim, model.num_query_groups * model.head_dim
@@ -122,7 +122,7 @@ class Attention(nn.Module):
             qkv: the list is emptied, so that the caller's frame does not keep q, k and v alive after they are replaced.
         """
         v, k, q = qkv.pop(), qkv.pop(), qkv.pop()
-        mask = mask.within(self.window)
+        mask = mask.within(self.seen.window, self.seen.pattern)
         if self.query_norm is not None and self.key_norm is not None:
             q = self.query_norm(q)
             k = self.key_norm(k)

@@ -18,6 +18,7 @@ from megatron_sp.activations.recompute import recompute
 from megatron_sp.layout.attention_mask import AttentionMask
 from megatron_sp.layout.tiles import QUERY_BLOCK
 from megatron_sp.model.attention.documents import first_keys
+from megatron_sp.model.attention.patterns import hidden_keys
 from megatron_sp.parallel.random import Dropout
 
 
@@ -47,13 +48,15 @@ class AttentionDropout:
 
 def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_query: int, causal: bool,
                     dropout: AttentionDropout | None,
-                    first_keys: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+                    first_keys: torch.Tensor | None = None,
+                    hidden: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of one block of queries to the given keys, and the log-sum-exp of its scores.
 
     Args:
         q: [b, t, n, d], the queries from position ``first_query`` on.
         k, v: [b, s', g, d], the keys from position 0 on.
         first_keys: [b, t], the first position that each query sees; default: 0.
+        hidden: bool [n, t, s'], which keys each query of each head does not see; default: it sees all of the above.
     Returns:
         o [b, t, n, d] and the log-sum-exp [b, n, t], at least fp32
     """
@@ -68,6 +71,8 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_que
     if first_keys is not None:
         earlier = torch.arange(keys, device=q.device) < first_keys.to(q.device).unsqueeze(-1)  # [b, t, s']
         scores = scores.masked_fill_(earlier[:, None, None], -torch.inf)
+    if hidden is not None:
+        scores = scores.masked_fill_(hidden.to(q.device).unflatten(0, (groups, -1)), -torch.inf)
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse.unsqueeze(-1)).exp()
     if dropout is not None:
@@ -91,9 +96,13 @@ def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ma
     Backward computes each block again. It draws the same dropout mask, because the mask's generator is seeded by
     sample, head and query.
     """
-    def attend(q_block: torch.Tensor, k_seen: torch.Tensor, v_seen: torch.Tensor, first: int,
+    def attend(q_block: torch.Tensor, k_seen: torch.Tensor, v_seen: torch.Tensor, first: int, low: int,
                seen_from: torch.Tensor | None, dropout: AttentionDropout | None) -> torch.Tensor:
-        return block_attention(q_block, k_seen, v_seen, first, True, dropout, seen_from)[0]
+        hidden = None
+        if mask.pattern is not None:  # made here and not given, so that it is not kept for backward
+            queries = low + first, low + first + q_block.shape[1]
+            hidden = hidden_keys(mask, q_block.shape[2], queries, queries[1])[..., low:]
+        return block_attention(q_block, k_seen, v_seen, first, True, dropout, seen_from, hidden)[0]
 
     earlier = k.shape[1] - q.shape[1]  # tokens whose keys are given, but not their queries
     all_first = first_keys(mask, k.shape[0], k.shape[1]) if mask.needs else None
@@ -106,5 +115,6 @@ def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ma
             low = int(seen_from.min())
             seen_from = seen_from - low
             drop = dropout and replace(dropout, earlier=dropout.earlier + low)
-        outputs.append(recompute(attend, q[:, block], k[:, low:stop], v[:, low:stop], start - low, seen_from, drop))
+        outputs.append(recompute(attend, q[:, block], k[:, low:stop], v[:, low:stop], start - low, low, seen_from,
+                                 drop))
     return torch.cat(outputs, dim=1)

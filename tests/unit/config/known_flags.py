@@ -111,6 +111,8 @@ ESSENTIAL = """
     original-max-position-embeddings yarn-beta-fast yarn-beta-slow
     yarn-original-max-position-embeddings mscale mscale-all-dim yarn-attention-factor
     no-yarn-correction-range-round-to-int seq-length-schedule seq-length-phase
+    attention-pattern-per-layer attention-block-size attention-local-blocks attention-global-blocks
+    attention-random-blocks attention-stride attention-blocks-by-head attention-pattern-seed
     ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
     wandb-save-dir weight-decay zero-stage
 """.split()

@@ -24,6 +24,14 @@ SETS = """
 --add-qkv-bias                              model.add_qkv_bias=True
 --attention-dropout 0.2                     model.attention_dropout=0.2
 --attention-pattern sliding-window          model.attention_pattern='sliding-window'
+--attention-pattern-per-layer fixed causal  model.attention_pattern_per_layer=('fixed','causal')
+--attention-block-size 64                   model.attention_block_size=64
+--attention-local-blocks 3                  model.attention_local_blocks=3
+--attention-global-blocks 2                 model.attention_global_blocks=2
+--attention-random-blocks 2                 model.attention_random_blocks=2
+--attention-stride 3                        model.attention_stride=3
+--attention-blocks-by-head                  model.attention_blocks_by_head=True
+--attention-pattern-seed 7                  model.attention_pattern_seed=7
 --window-size 128                           model.window_size=128
 --window-size 127,0                         model.window_size=128
 --window-size (127,0)                       model.window_size=128
@@ -281,4 +289,4 @@ def test_it_has_an_effect(key: str) -> None:
 def test_nothing_is_left_out() -> None:
     assert BECOMES.keys() | NOT_READ.keys() <= schema_options().keys()
     assert SETTING <= ALL
-    assert len(ALL) == 159
+    assert len(ALL) == 167

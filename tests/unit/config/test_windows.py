@@ -34,7 +34,7 @@ def test_layers(flags: str, windows: tuple[int, ...]) -> None:
     ("--window-size -5,0", "give one number W"), ("--window-size 8 --sliding-window 9", "contradict each other"),
     ("--attention-pattern sliding-window", "needs --window-size W"),
     ("--attention-pattern causal --window-size 8", "contradict each other; keep one of them"),
-    ("--attention-pattern bigbird", "is not one of causal, sliding-window"),
+    ("--attention-pattern bigbrid", "is not one of causal, sliding-window"),
     ("--window-size 8 --window-attn-skip-freq [1,0]", "is a list for 2 layers, and --num-layers is 4"),
     *[(f"--window-size 8 --window-attn-skip-freq {text}", "is neither a number of layers of 1 or more nor a list")
       for text in ("0", "-2", "x", "[2,1,1,1]", "__import__('os')", "[1]*99999999", "9**9**9", "[]")]])

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, WINDOW, AttentionMask, Range
+from megatron_sp.layout.patterns.choice import LayerAttention
 from megatron_sp.layout.windows import attended_area
 
 TOKENS = 9
@@ -68,7 +69,7 @@ def test_work_in_a_window_is_its_band() -> None:
         assert attended_area(tokens, window) == 2 * pairs - min(tokens, window)
     inside = AttentionMask(((0, 4),))
     areas = 2 * (16 + 25) + attended_area(4, 3) + attended_area(5, 3)
-    assert inside.attention_share(1, 9, (0, 3, 0)) == areas / (2 * 81 + attended_area(9, 3))
+    assert inside.attention_share(1, 9, tuple(map(LayerAttention, (0, 3, 0)))) == areas / (2 * 81 + attended_area(9, 3))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

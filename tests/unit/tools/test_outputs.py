@@ -75,7 +75,8 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [
     ("plot_run.py", "RUN", "--output", "x.png"), ("plot_memory.py", "--output", "x.png"),
-    ("plot_schedule.py", "--pp", "2", "--microbatches", "4", "--output", "x.png")])
+    ("plot_schedule.py", "--pp", "2", "--microbatches", "4", "--output", "x.png"),
+    ("plot_attention.py", "--attention-pattern", "fixed", "--seq-length", "2048", "--output", "x.png")])
 def test_without_matplotlib_one_sentence(words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('blocked in this test')\n")
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "consumed_tokens": 8, "lm_loss": 2.0}\n')

@@ -1,0 +1,63 @@
+"""Load a function that a user names on the command line: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from megatron_sp.errors import UserError
+
+
+def parts(spec: str) -> tuple[str, str]:
+    """Return the file or module, and the function, that a flag names; "" for a missing part."""
+    place, _, name = spec.rpartition(":")
+    return place, name
+
+
+def load_function(flag: str, spec: str, error_class: type[UserError]) -> Callable[..., Any]:
+    """Return the function that a flag names. A file is run once, unless it changes.
+
+    Args:
+        flag: for messages.
+        error_class: class of the errors.
+
+    Raises:
+        error_class: the file cannot be imported, or has no such function.
+    """
+    place, name = parts(spec)
+    try:
+        module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:
+        raise error_class(f"{flag} {spec}: {place} cannot be imported: {in_words(error)}.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise error_class(f"{flag} {spec}: {place} has no function {name}.")
+    return function
+
+
+def _load_file(place: str) -> Any:
+    key = f"{os.path.abspath(place)} {os.stat(place).st_mtime_ns}"
+    name = f"megatron_sp_user_{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+    if name not in sys.modules:
+        description = importlib.util.spec_from_file_location(name, place)
+        assert description is not None and description.loader is not None
+        module = importlib.util.module_from_spec(description)
+        sys.modules[name] = module  # as for any import: dataclasses and pickle look modules up there
+        try:
+            description.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def in_words(error: Exception) -> str:
+    """Return an exception of a user's function with the line where it happened."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
