@@ -32,7 +32,7 @@ class LengthPhaseDataset:
         self._block: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
-        return len(self.dataset) * self.phase.parts
+        return min(len(self.dataset) * self.phase.parts, 2**62)      # a cyclic dataset has 2^62 samples already
 
     def _place(self, sample: int) -> tuple[int, int]:
         """Return the sample of ``dataset`` that holds a sequence, and the position of the sequence's first token."""

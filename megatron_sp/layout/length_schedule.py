@@ -93,16 +93,19 @@ class Phase:
     stop: int | None
 
     @classmethod
-    def of(cls, run: Run, number: int, first: int) -> Phase:
+    def of(cls, run: Run, number: int, first: int, consumed: int = 0) -> Phase:
         """Return a phase of a resolved and checked run, given the sample with which it begins.
 
         It ends before the first step that starts after the next phase's tokens.
+
+        Args:
+            consumed: samples consumed when the run, which may have other batch sizes now, is resumed.
         """
         schedule = parse_length_schedule(run.data.seq_length_schedule)
         length, unit = schedule[number - 1][1], run.data.seq_length
         stop = None
         if number < len(schedule):
-            stop = first_step_after(BatchSize.of(run), -(-schedule[number][0] // unit), first)
+            stop = first_step_after(BatchSize.of(run), -(-schedule[number][0] // unit), max(first, consumed))
         return cls(number, length, unit // length, first, stop)
 
 

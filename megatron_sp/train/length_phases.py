@@ -50,7 +50,7 @@ def _continued(run: Run, state: TrainState) -> Phase:
     if 0 < state.phase_stop <= state.consumed_samples:
         phase = Phase.of(run, number + 1, state.consumed_samples)
         return _chosen(run, phase, f"phase {number} is finished in --load {load}")
-    phase = Phase.of(run, number, state.phase_first)
+    phase = Phase.of(run, number, state.phase_first, state.consumed_samples)
     if (phase.stop or 0) != state.phase_stop:
         raise CheckpointError(
             f"--load {load} is in phase {number}, which was to end after {state.phase_stop} samples, and with these "

@@ -76,6 +76,7 @@ def test_one_layout_trains_all_phases(tmp_path: Path, layout: str) -> None:
     assert_close(tmp_path / "layout", straight(tmp_path))
 
 
+@pytest.mark.slow
 def test_one_phase_is_the_training_without_a_schedule(tmp_path: Path) -> None:
     one = GROWS.replace("0:16 600:32 1.2K:64", "0:64")
     plain = GROWS.replace("--seq-length-schedule 0:16 600:32 1.2K:64", "")
@@ -85,6 +86,7 @@ def test_one_phase_is_the_training_without_a_schedule(tmp_path: Path) -> None:
     assert steps(tmp_path / "one", *same) == steps(tmp_path / "plain", *same)
 
 
+@pytest.mark.slow
 def test_what_does_not_continue_a_schedule_is_refused(tmp_path: Path) -> None:
     begun, plain = tmp_path / "begun", tmp_path / "plain"
     assert run_ranks(train, 1, f"{GROWS} --save {begun} --exit-interval 2") == [""]

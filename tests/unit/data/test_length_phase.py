@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_sp.data import length_phase
+from megatron_sp.data.build import CyclicDataset
 from megatron_sp.data.length_phase import LengthPhaseDataset
 from megatron_sp.layout.length_schedule import Phase
 
@@ -83,3 +84,9 @@ def test_documents_and_labels_are_those_of_the_part() -> None:
         starts = [place for place in range(4) if tokens[place] % 3 == 0 or place == 0 or tokens[place] % 8 == 0]
         assert data.document_starts(sequence).tolist() == starts
         assert data.unlabelled(sequence).tolist() == [place for place in range(4) if tokens[place] % 5 == 0]
+
+
+def test_a_dataset_without_end_has_a_length() -> None:
+    data = LengthPhaseDataset(CyclicDataset(Numbers(), 1), Phase(1, 2, 4, 0, 40), 1)
+    assert len(data) == 2**62
+    assert sorted(int(data.window(sequence, 0, 1)[0]) for sequence in range(160)) == list(range(0, 320, 2))
