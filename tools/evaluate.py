@@ -6,10 +6,12 @@ Example (with the checkpoint and the data of examples/quickstart.sh; writes eval
     python tools/evaluate.py --load runs/quickstart/checkpoints --data-path runs/quickstart/corpus_text_document \\
         --output eval.json
 
-Another checkpoint on texts of 8,192 tokens, which join documents, read 1,024 tokens at a time; the picture shows both:
+The model of examples/extend_context.sh on texts of 8,192 tokens, which join documents, read 1,024 tokens at a time;
+the picture shows the result above, too:
 
-    python tools/evaluate.py --load runs/extended/checkpoints --data-path runs/quickstart/corpus_text_document \\
-        --join-documents --seq-length 8192 --sequence-chunk-size 1024 --compare eval.json --output longer.json
+    python tools/evaluate.py --load runs/extend_context/checkpoints --join-documents --seq-length 8192 \\
+        --data-path runs/extend_context/held_out_text_document --sequence-chunk-size 1024 \\
+        --compare eval.json --output longer.json
 
 The tool loads the model on one process, whatever the layout of its training. It gives the model one document at a
 time, from the document's first token up to --seq-length tokens. The results are:

@@ -15,7 +15,10 @@ from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import from_dict
 
 #: Flags outside the model's section that belong to a trained model: how long its sequences are, and its tokenizer.
-ALSO = ("data.seq_length", "data.tokenizer_type", "data.trust_remote_code", *(f"data.{name}" for name in FIELDS))
+ALSO = ("data.seq_length", "data.seq_length_schedule", "data.tokenizer_type", "data.trust_remote_code",
+        *(f"data.{name}" for name in FIELDS))
+#: Say how long sequences are. Where the command line has one of them, none comes from a checkpoint.
+LENGTHS = {"data.seq_length", "data.seq_length_schedule"}
 
 #: Fields of the model that do not come from a checkpoint: padding depends on the layout, and no weights are drawn.
 NOT_TAKEN = ("model.padded_vocab_size", "model.init_method_std", "model.init_method_xavier_uniform",
@@ -43,6 +46,8 @@ def with_checkpoint_args(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     saved = read_part(state, "config", from_dict)
     data, notes = with_existing_tokenizer(saved.data, checkpoint.path)
     values = _values(saved, data)
+    if LENGTHS & parsed.given:
+        values = {key: value for key, value in values.items() if key not in LENGTHS}
     added = [word for key, option in schema_options().items() if key in values and key not in parsed.given
              for word in _words(option, values[key])]
     if "model.activation" not in parsed.given:      # several switches set this field

@@ -53,6 +53,17 @@ def test_the_command_line_counts(tmp_path: Path) -> None:
     assert found.model.max_position_embeddings == 128
 
 
+@pytest.mark.parametrize("more, length, schedule", [
+    ("", 64, ("0:16", "1K:64")), ("--seq-length 128", 128, ()),
+    ("--seq-length-schedule 0:32 1K:96", 96, ("0:32", "1K:96"))])
+def test_a_schedule_of_lengths_comes_whole_or_not_at_all(tmp_path: Path, more: str, length: int,
+                                                         schedule: tuple[str, ...]) -> None:
+    save_run(tmp_path, tiny_run([*STYLES["llama"].split(), "--seq-length-schedule", "0:16", "1K:64"]))
+    words, _ = with_checkpoint_args(f"{BARE} --load {tmp_path} --use-checkpoint-args {more}".split())
+    data = load_run(words, 1, files=False)[0].data
+    assert (data.seq_length, data.seq_length_schedule) == (length, schedule)
+
+
 def test_nothing_to_take(tmp_path: Path) -> None:
     words = [*TRAINING, "--load", str(tmp_path)]
     assert with_checkpoint_args(words) == (words, [])
