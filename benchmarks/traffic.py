@@ -142,7 +142,7 @@ def transformers_layer(shape: Shape, attention: str) -> Layer:
     return lambda x: layer(x, attention_mask=mask, position_embeddings=angles)
 
 
-class _Attention(torch.nn.Module):
+class CausalAttention(torch.nn.Module):
     """Attention with torchtitan's call signature, for q [b, t, n, d]; its own needs real positions."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -162,7 +162,7 @@ def torchtitan_layer(shape: Shape) -> Layer:
                                          hidden_dim=shape.ffn, rope=rope, attn_backend="varlen")
     with META:
         layer = config.build().bfloat16()
-    layer.attention.inner_attention = _Attention()
+    layer.attention.inner_attention = CausalAttention()
     return lambda x: layer(x, None)
 
 
