@@ -40,9 +40,9 @@ from benchmarks.gpu_programs import (  # noqa: E402
     shares,
 )
 from benchmarks.gpu_report import report  # noqa: E402
-from megatron_sp.config.cli.options import schema_options  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
+from megatron_sp.layout.patterns.choice import BLOCK_PATTERNS  # noqa: E402
 from megatron_sp.output_files import complete_file, write_json  # noqa: E402
 from megatron_sp.plan.devices import device_like  # noqa: E402
 from megatron_sp.plan.efficiency import choose_techniques  # noqa: E402
@@ -68,19 +68,13 @@ TECHNIQUES = {
                                      "--offload-key-values "),
     "window, full recompute": FULL + "--window-size {window} ",
     "window, chunks": "--window-size {window} --sequence-chunk-size {chunk} ",
+    **{f"pattern {name}, full recompute": f"{FULL}--attention-pattern {name} --attention-block-size {{block}} "
+       for name in BLOCK_PATTERNS},
     AUTO: AUTO,
 }
-#: Patterns of attention that are no techniques of their own above.
-DENSE_OR_WINDOW = ("causal", "sliding-window", "FILE.py:function")
 PARTS = ("speed", "profile", "longest")
 #: Share of the memory that a plan may fill. The rest is left for fragmentation.
 USABLE = 0.93
-
-
-def techniques() -> dict[str, str]:
-    """Return the flags of each technique, and of each sparse attention pattern that this version knows."""
-    patterns = [name for name in schema_options()["model.attention_pattern"].choices if name not in DENSE_OR_WINDOW]
-    return TECHNIQUES | {f"pattern {name}, full recompute": f"{FULL}--attention-pattern {name} " for name in patterns}
 
 
 class Bench:
@@ -140,7 +134,8 @@ class Bench:
             ConfigError: nothing that ``--memory-efficiency auto`` can turn on makes it fit.
         """
         text = flags.format(length=length, tile=max(64, min(length // self.ranks // 4, 8192)),
-                            chunk=self.grain * self.ranks, window=64 if self.toy else 4096)
+                            chunk=self.grain * self.ranks, window=64 if self.toy else 4096,
+                            block=32 if self.toy else 128)
         run = our_run(self.shapes[shape], self.layers, length, text, on_gpu=not self.toy)
         if run.memory.memory_efficiency:
             run, _ = choose_techniques(run, device_like(self.name, self.allowed, 0 if self.toy else self.host), 8)
@@ -276,7 +271,7 @@ def longest(bench: Bench, memory: int, cap: int) -> list[dict[str, Any]]:
     """Return for each shape and technique a step of the longest sequence that fits."""
     rows = []
     bench.allow(memory)
-    for name, flags in techniques().items():
+    for name, flags in TECHNIQUES.items():
         for shape in bench.shapes:
             if bench.skips(f"longest sequence, {shape}, {name}", 25 if not bench.toy else 5):
                 continue

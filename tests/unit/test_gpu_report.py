@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import PARTS, parse, techniques
+from benchmarks.gpu import PARTS, TECHNIQUES, parse
 from benchmarks.gpu_programs import SHAPES, kind_of, our_run, shares
 from benchmarks.gpu_report import report
 from megatron_sp.config.resolve import with_vocab
@@ -36,8 +37,8 @@ def test_shares_add_up_to_one() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_technique_is_a_run_that_is_planned(shape: str) -> None:
-    for flags in techniques().values():
-        text = flags.format(length=65536, tile=8192, chunk=4096, window=4096)
+    for flags in TECHNIQUES.values():
+        text = flags.format(length=65536, tile=8192, chunk=4096, window=4096, block=128)
         run = with_vocab(our_run(SHAPES[shape], 4, 65536, text, on_gpu=True), SHAPES[shape].vocab)
         assert predict(run, device="gpu").total > 0
     assert Weights.of(run).layer == pytest.approx({"1.2B": 12 * 2048**2, "8B": 218_112_000}[shape], rel=0.01)
@@ -63,3 +64,20 @@ def test_the_page_that_is_kept_says_that_it_is_a_dry_run() -> None:
     assert set(PARTS) <= results.keys() and set(parse([]).parts) == set(PARTS)
     if results["toy"]:
         assert "No GPU figure exists yet" in report(results)
+
+
+def test_every_page_that_waits_for_a_gpu_links_to_the_list_of_claims() -> None:
+    said = re.compile(r"[Nn]o GPU (has|was|figure)|on a GPU so far|measured on a GPU\*\*")
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    waiting = [page for page in pages if said.search(page.read_text(encoding="utf-8"))]
+    assert len(waiting) > 5
+    assert not [page.name for page in waiting if page.name != "gpu-claims.md"
+                and "gpu-claims.md" not in page.read_text(encoding="utf-8")]
+
+
+def test_commands_of_the_claims_take_the_flags_that_they_show() -> None:
+    page = (ROOT / "docs/reference/gpu-claims.md").read_text(encoding="utf-8")
+    shown = [command.split() for command in re.findall(r"benchmarks/gpu\.sh([^`\n]*)", page)]
+    assert len(shown) > 5
+    for words in shown:
+        parse(words)
