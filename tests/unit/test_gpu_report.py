@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py`` without a GPU: kinds of kernels, the report, and that its techniques are runs that can be built."""
+"""``benchmarks/gpu.py`` without a GPU: kinds of kernels, the report, its techniques, and the claims that wait for it."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_the_report_shows_what_was_found_and_what_was_not() -> None:
     speed = [{"shape": "8B", "length": 8192, "program": "ours", "flags": "", "seconds": 0.5, "tokens_per_s": 16384.0,
               "tflops": 400.0, "mfu": 0.41, "allocated": 2 * 2**30, "planned": 2**30},
              {"shape": "8B", "length": 131072, "program": "transformers + FSDP2", "flags": "each layer recomputed"}]
-    page = report({"toy": False, "device": "H200", "ranks": 2, "layers": 4, "seconds": 3, "torch": "2", "smoke": "passed",
-                   "memory_gib": 48.0, "speed": speed, "longest": [{"shape": "8B", "technique": "chunks"}],
+    page = report({"toy": False, "device": "H200", "ranks": 2, "layers": 4, "seconds": 3, "torch": "2",
+                   "smoke": "passed", "memory_gib": 48.0, "speed": speed, "longest": [{"shape": "8B", "technique": "chunks"}],
                    "profile": [{"shape": "8B", "length": 9, "program": "ours", "shares": {"attention": 0.25}}],
                    "not_measured": ["torchtitan: no module"]})
     for part in ("2 x H200", "`tests/gpu`): passed", "| 0.500 | 16,384 | 400 | 41.0% | 2.00 | 1.00 (-50.0%) |",
