@@ -53,14 +53,14 @@ def choose_techniques(run: Run, device: Device, devices_per_node: int) -> tuple[
     if run.data.seq_length_schedule:
         chosen, lines = choose_techniques(planned_run(run), device, devices_per_node)
         return replace(run, memory=chosen.memory), lines
-    fit = cheapest(run, device, devices_per_node)
-    if fit is None:
-        raise ConfigError(_nothing_fits(run, device, devices_per_node))
     before = predict(run, device=device.kind)
+    fit = None if device.holds(before, USABLE) else cheapest(run, device, devices_per_node)
     room = (f"{_size(_bytes(before, device))} are predicted, of the {_size(USABLE * device.memory)} that a run may use "
             f"({100 * USABLE:.0f}% of {device.name}'s {_size(device.memory)})")
-    if fit.run == run:
+    if device.holds(before, USABLE):
         return run, [f"{AUTO}: turned on nothing, since {room}."]
+    if fit is None:
+        raise ConfigError(_nothing_fits(run, device, devices_per_node))
     return fit.run, [f"{AUTO}: {room}; turned on:",
                      *_steps(run, fit, device), _price(run, fit, device, devices_per_node)]
 
@@ -84,7 +84,7 @@ def _price(run: Run, fit: Fit, device: Device, devices_per_node: int) -> str:
     """Return a line with what the techniques are predicted to cost."""
     plain = predict_step_time(run, device, devices_per_node).total
     share = 100 * (fit.time.total / plain - 1)
-    return (f"  predicted cost: {share:.0f}% more time a step. The same by hand: "
+    return (f"  predicted cost: {abs(share):.0f}% {'more' if share >= 0 else 'less'} time a step. The same by hand: "
             f"{' '.join(technique_flags(fit.run.memory))}")
 
 
@@ -93,8 +93,8 @@ def _nothing_fits(run: Run, device: Device, devices_per_node: int) -> str:
     plans = [(predict(tried, device=device.kind), tried) for tried in combinations(run, device.kind)]
     least, tried = min(plans, key=lambda each: max(_bytes(each[0], device) / device.memory,
                                                    each[0].host / max(1, device.host_memory)))
-    host = f", and {_size(least.host)} of {_size(USABLE * device.host_memory)} of host memory" if (
-        least.host and device.kind == "gpu") else ""
+    host = f", and {_size(least.host)} of the {_size(USABLE * device.host_memory)} of host memory for each process" if (
+        device.kind == "gpu") else ""
     flags = " ".join(technique_flags(tried.memory)) or "no technique"
     given = [FLAGS[name] for name in run.memory.given if name in FLAGS]
     kept = f" Flags that are given were left as they are ({', '.join(given)})." if given else ""

@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py`` without a GPU: kinds of kernels, the report, its techniques, and the claims that wait for it."""
+"""``benchmarks/gpu.py`` without a GPU: kinds of kernels, report, techniques, and the claims that wait for a GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_the_report_shows_what_was_found_and_what_was_not() -> None:
               "tflops": 400.0, "mfu": 0.41, "allocated": 2 * 2**30, "planned": 2**30},
              {"shape": "8B", "length": 131072, "program": "transformers + FSDP2", "flags": "each layer recomputed"}]
     page = report({"toy": False, "device": "H200", "ranks": 2, "layers": 4, "seconds": 3, "torch": "2",
-                   "smoke": "passed", "memory_gib": 48.0, "speed": speed, "longest": [{"shape": "8B", "technique": "chunks"}],
+                   "smoke": "passed", "memory_gib": 48.0, "speed": speed,
+                   "longest": [{"shape": "8B", "technique": "chunks"}],
                    "profile": [{"shape": "8B", "length": 9, "program": "ours", "shares": {"attention": 0.25}}],
                    "not_measured": ["torchtitan: no module"]})
     for part in ("2 x H200", "`tests/gpu`): passed", "| 0.500 | 16,384 | 400 | 41.0% | 2.00 | 1.00 (-50.0%) |",

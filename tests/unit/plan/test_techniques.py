@@ -51,6 +51,17 @@ def test_what_is_chosen_fits_and_everything_cheaper_does_not(length: int) -> Non
     assert not any(H100.holds(predict(each, device="gpu"), USABLE) for each in cheaper)
 
 
+def test_chunks_that_would_only_fill_a_pipeline_are_left_to_the_user() -> None:
+    flags = "--seq-length 16384 --ulysses-size 1 --pipeline-model-parallel-size 8 --zero-stage 1 --global-batch-size 1"
+    base = planned(flags)
+    assert choose_techniques(base, H100, 8)[0] == base
+    fit = cheapest(base, H100, 8)
+    assert fit is not None and fit.run.memory.sequence_chunk_size
+    assert fit.time.total < predict_step_time(base, H100).total
+    _, lines = choose_techniques(planned(flags.replace("16384", "524288")), H100, 8)
+    assert "% less time a step" in lines[-1]
+
+
 def test_longer_sequences_cost_more_techniques() -> None:
     found = [technique_flags(chosen(f"--seq-length {length}")[0].memory) for length in (1 << 13, 1 << 17, 1 << 20)]
     assert found[0] == [] and "block" in found[1] and "--offload-key-values" in found[2]
