@@ -64,6 +64,28 @@ def _has_action_types() -> bool:
         return False
 
 
+# ---------------------------------------------------------------- autograd
+
+def will_run(node: Any, number: int) -> bool:
+    """Return whether the backward pass that is running needs the gradient of a node's input.
+
+    A pipeline schedule may compute the gradients of a stage's input and of its weights in two passes. A node of
+    torch's own computes in each only what the pass needs; a function written in Python must ask.
+
+    Args:
+        node: the ``ctx`` of an ``autograd.Function``, in its backward.
+        number: of the input.
+    """
+    following, _ = node.next_functions[number]
+    asks = getattr(torch._C, "_will_engine_execute_node", None)
+    if following is None or asks is None or torch.compiler.is_compiling():
+        return True
+    try:
+        return bool(asks(following))
+    except RuntimeError:  # torch cannot say it of a leaf
+        return True
+
+
 # ---------------------------------------------------------------- collectives that return new tensors
 
 def all_reduce(x: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:

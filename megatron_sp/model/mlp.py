@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_sp.activations.tiling import tiled
 from megatron_sp.config.schema import Model
-from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion, local_weight
+from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion, local_weight, products
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -52,17 +52,21 @@ class MLP(nn.Module):
                 value. Only the tiled form makes use of it.
         """
         x = self.region.enter(x)  # [b, t(/tp), h] -> [b, t, h]
+        gate = (None, None) if self.gate is None else self.gate.local()
         if 0 < self.tile < x.shape[1]:
-            gate = (None, None) if self.gate is None else self.gate.local()
             weights = (local_weight(self.down.weight), *self.up.local(), *gate)
             return self.down.finish(tiled(self.compute, self.tile, x, *weights, skip=skip_value))
-        inner = self.up(x)  # [b, t, h] -> [b, t, f/tp]
-        inner = self.activation(inner) if self.gate is None else self.activation(self.gate(x)) * inner
-        return self.down(inner)  # [b, t, f/tp] -> [b, t(/tp), h]
+        return self.down(self.inner(x, *self.up.local(), *gate))  # [b, t, h] -> [b, t, f/tp] -> [b, t(/tp), h]
+
+    def inner(self, x: torch.Tensor, up: torch.Tensor, up_bias: torch.Tensor | None, gate: torch.Tensor | None,
+              gate_bias: torch.Tensor | None) -> torch.Tensor:
+        """Return what the last product takes: [b, t, h] -> [b, t, f/tp]"""
+        if gate is None:
+            return self.activation(F.linear(x, up, up_bias))
+        raised, gated = products(x, (up, up_bias), (gate, gate_bias))
+        return self.activation(gated) * raised
 
     def compute(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, up_bias: torch.Tensor | None,
                 gate: torch.Tensor | None, gate_bias: torch.Tensor | None) -> torch.Tensor:
         """Return this tp rank's part of a tile's output, as a function of the weights: [b, t', h] -> [b, t', h]"""
-        inner = F.linear(x, up, up_bias)
-        inner = self.activation(inner) if gate is None else self.activation(F.linear(x, gate, gate_bias)) * inner
-        return F.linear(inner, down)
+        return F.linear(self.inner(x, up, up_bias, gate, gate_bias), down)

@@ -83,35 +83,52 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rotate_in_pieces(x, cos, sin, interleaved)
+        return _rotate(x, cos, sin, interleaved, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _rotate_in_pieces(grad, cos, -sin, ctx.interleaved), None, None, None
+        return _rotate(grad, cos, sin, ctx.interleaved, -1), None, None, None
 
 
-def _rotate_in_pieces(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate a few tokens at a time, so that the intermediates, which are wider than x, stay small."""
-    tokens = max(1, (CPU_PIECE if x.device.type == "cpu" else GPU_PIECE) // max(1, x[:, :1].numel()))
-    if tokens >= x.shape[1] or torch.compiler.is_compiling():
-        return _rotate_pairs(x, cos, sin, interleaved)
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, sign: int) -> torch.Tensor:
+    """Return x [b, t, n, d] with each pair (a, b) of its first r elements as (a cos - sign b sin, b cos + sign a sin).
+
+    The products are computed in the type of cos and written once, in the type of x. A few tokens are rotated at a time,
+    so that the intermediate of that type stays small.
+    """
+    if torch.compiler.is_compiling():
+        return _rotated_as_one(x, cos, sin, interleaved, sign)
     rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        rotated[..., width:] = x[..., width:]
+    tokens = max(1, (CPU_PIECE if x.device.type == "cpu" else GPU_PIECE) // max(1, x[:, :1].numel()))
     pieces = (y.split(tokens, dim=1) for y in (rotated, x, cos, sin))
     for out, part, part_cos, part_sin in zip(*pieces):
-        out.copy_(_rotate_pairs(part, part_cos, part_sin, interleaved))
+        a, b = _pairs(part[..., :width], interleaved)
+        out_a, out_b = _pairs(out[..., :width], interleaved)
+        torch.addcmul(a * part_cos, b, part_sin, value=-sign, out=out_a)
+        torch.addcmul(b * part_cos, a, part_sin, value=sign, out=out_b)
     return rotated
 
 
-def _rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return x [b, t, n, r] with each pair (a, b) as (a cos - b sin, b cos + a sin), computed in the type of cos."""
+def _rotated_as_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool,
+                    sign: int) -> torch.Tensor:
+    """Return what ``_rotate`` does, as an expression that ``torch.compile`` makes one kernel of."""
+    width = 2 * cos.shape[-1]
+    a, b = _pairs(x[..., :width].to(cos.dtype), interleaved)
+    turned = (a * cos - sign * b * sin, b * cos + sign * a * sin)
+    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat((joined.to(x.dtype), x[..., width:]), dim=-1) if width < x.shape[-1] else joined.to(x.dtype)
+
+
+def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the second element of each pair, as views."""
     if interleaved:
-        cos, sin = cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
-        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    else:
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        partner = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x.to(cos.dtype) * cos, partner.to(cos.dtype), sin).to(x.dtype)
+        return x[..., 0::2], x[..., 1::2]
+    a, b = x.chunk(2, dim=-1)
+    return a, b
 
 
 def apply_rotary(x: torch.Tensor, angles: Rotation, interleaved: bool) -> torch.Tensor:
@@ -122,8 +139,4 @@ def apply_rotary(x: torch.Tensor, angles: Rotation, interleaved: bool) -> torch.
         angles: cos and sin, [b, t, 1, r/2] with r <= d
         interleaved: an element's partner is its neighbour (GPT-J); otherwise it is the same element of the other half.
     """
-    cos, sin = angles
-    width = 2 * cos.shape[-1]
-    if width == x.shape[-1]:
-        return _Rotate.apply(x, cos, sin, interleaved)
-    return torch.cat((_Rotate.apply(x[..., :width], cos, sin, interleaved), x[..., width:]), dim=-1)
+    return _Rotate.apply(x, *angles, interleaved)

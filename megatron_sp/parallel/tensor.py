@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from megatron_sp import torch_internals
 from megatron_sp.parallel.collectives import copy_to_group, gather_sequence, reduce_from_group, reduce_scatter_sequence
 from megatron_sp.parallel.mesh import ParallelMesh
 
@@ -84,7 +86,9 @@ def local_weight(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the rows of W (output features) split over tp; used inside a region.
+    """The weights of y = x W^T + b with the rows of W (output features) split over tp; used inside a region.
+
+    ``products`` computes y, for all layers that have the same x together.
 
     Args:
         in_features, out_features: full sizes.
@@ -113,9 +117,49 @@ class ColumnParallelLinear(nn.Module):
         rows = slice(*self.rows)
         return weight[rows], None if bias is None else bias[rows]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, t, in] -> [b, t, out/tp]"""
-        return F.linear(x, *self.local())
+
+class _SumInputGradient(torch.autograd.Function):
+    """Returns the results of several products of one x unchanged; backward computes the gradient of x from all.
+
+    Autograd would compute the gradient of each product and add them up, which reads and writes tensors of the size of x
+    several times. Here each product adds to the result of the one before it.
+
+    Args of ``apply``: x; the weights, detached; the results of ``F.linear(x.detach(), weight)``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights_and_results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = len(weights_and_results) // 2
+        ctx.save_for_backward(*weights_and_results[:count])
+        return tuple(y.view_as(y) for y in weights_and_results[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        none = (None,) * len(grads)
+        if not torch_internals.will_run(ctx, 0):
+            return None, *none, *grads
+        total: torch.Tensor | None = None
+        for grad, weight in zip(grads, ctx.saved_tensors):
+            flat = grad.flatten(0, -2)
+            if total is None:
+                total = flat @ weight
+            elif torch.compiler.is_compiling():
+                total = torch.addmm(total, flat, weight)
+            else:
+                total.addmm_(flat, weight)
+        assert total is not None
+        return total.view(*grads[0].shape[:-1], -1), *none, *grads
+
+
+def products(x: torch.Tensor, *weights: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """Return ``F.linear(x, weight, bias)`` for each weight [out, in] and bias [out]: [b, t, in] -> [b, t, out] each.
+
+    The gradient of x, a sum over all weights, costs no more memory traffic than that of one product.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return tuple(F.linear(x, weight, bias) for weight, bias in weights)
+    results = [F.linear(x.detach(), weight, bias) for weight, bias in weights]
+    return _SumInputGradient.apply(x, *(weight.detach() for weight, _ in weights), *results)
 
 
 class RowParallelLinear(nn.Module):

@@ -22,7 +22,13 @@ from megatron_sp.model.norm import Norm
 from megatron_sp.model.norm_kernels import NormKernels
 from megatron_sp.model.rotary import Rotation, apply_rotary
 from megatron_sp.parallel.random import Dropout
-from megatron_sp.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorRegion, local_weight
+from megatron_sp.parallel.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorRegion,
+    local_weight,
+    products,
+)
 from megatron_sp.parallel.ulysses import Core
 
 
@@ -94,7 +100,7 @@ class Attention(nn.Module):
                      for group in self.groups)
             # Add in place and one by one, so that only the sum and one group's output exist at a time.
             return self.output.finish(functools.reduce(torch.Tensor.add_, parts))
-        qkv = [project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value)]
+        qkv = self._heads(products(x, *(part.local() for part in (self.query, self.key, self.value))))
         o = self._attend(self.plan, qkv, rotation, sample_ids, mask, cache, chunk)
         return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
 
@@ -107,11 +113,15 @@ class Attention(nn.Module):
         x = x if normalise is None else normalise(x)
         whole = self.plan.heads
         query, kv = rows(group.heads.query, whole.query[0]), rows(group.heads.kv, whole.kv[0])
-        qkv = [
-            F.linear(x, weight[part], None if bias is None else bias[part]).unflatten(-1, (-1, self.head_dim))
-            for (weight, bias), part in ((self.query.local(), query), (self.key.local(), kv), (self.value.local(), kv))]
+        chosen = [(weight[part], None if bias is None else bias[part]) for (weight, bias), part in (
+            (self.query.local(), query), (self.key.local(), kv), (self.value.local(), kv))]
+        qkv = self._heads(products(x, *chosen))
         o = self._attend(group, qkv, rotation, sample_ids, mask, None, chunk)
         return F.linear(o.flatten(2), local_weight(self.output.weight)[:, query])
+
+    def _heads(self, qkv: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[b, t, n*d], [b, t, g*d] twice -> [b, t, n, d], [b, t, g, d] twice"""
+        return [x.unflatten(-1, (-1, self.head_dim)) for x in qkv]
 
     def _attend(self, plan: AttentionPlan, qkv: list[torch.Tensor], rotation: Rotation | None,
                 sample_ids: torch.Tensor, mask: AttentionMask, cache: KeyValueCache | None,
