@@ -62,7 +62,7 @@ def main() -> None:
     for _ in range(arguments.repeats + 1):
         for name, model in models.items():
             began = time.process_time()
-            model(tokens, positions, torch.tensor([0]), labels=tokens).sum().backward()
+            model(tokens, positions, (0,), labels=tokens).sum().backward()
             seconds[name].append(time.process_time() - began)
             model.zero_grad()
     plain = statistics.median(seconds["plain"][1:])

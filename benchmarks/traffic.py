@@ -105,7 +105,7 @@ def our_layer(shape: Shape, *further: str) -> Layer:
     """Return our layer, with further flags."""
     block = our_model(shape, *further).layers["0"]
     angles = tuple(torch.empty(1, shape.tokens, 1, shape.width // 2, device=META) for _ in range(2))
-    return lambda x: block(x, angles, torch.zeros(1, dtype=torch.int64))
+    return lambda x: block(x, angles, (0,))
 
 
 def plain_layer(shape: Shape) -> Layer:
@@ -191,7 +191,7 @@ def our_ends(shape: Shape) -> Ends:
         positions = torch.empty_like(tokens)
         rotation(model.config, positions, torch.bfloat16)
         loss = model.output(model.final_norm(x), None, lambda x, weight: model.loss_sum(labels, x, weight))
-        return [model.embedding(tokens, positions, torch.zeros(1, dtype=torch.int64)), loss]
+        return [model.embedding(tokens, positions, (0,)), loss]
 
     return compute
 
@@ -252,7 +252,7 @@ def count_our_update(layers: int) -> tuple[Traffic, int]:
     mesh = ParallelMesh.build(run.parallel)
     step = TrainStep.build(run, build_model(run, mesh), mesh)
     tokens = torch.zeros(1, shape.tokens, dtype=torch.int64)
-    batch = Microbatch(tokens, tokens, torch.arange(shape.tokens).unsqueeze(0), torch.zeros(1, dtype=torch.int64),
+    batch = Microbatch(tokens, tokens, torch.arange(shape.tokens).unsqueeze(0), (0,),
                        shape.tokens)
     step.update(step.compute_gradients([batch]), scheduler_samples=0)  # makes the optimizer's states
     loss = step.engine.forward_backward([batch], float(shape.tokens))

@@ -44,7 +44,8 @@ def check_torch() -> None:
             and _find_collective("reduce_scatter_single", "reduce_scatter_tensor")),
         f"the operator {ALL_TO_ALL_OPERATOR}": hasattr(torch.ops._c10d_functional, "all_to_all_single"),
         "the action types F, B, I and W of torch.distributed.pipelining": _has_action_types(),
-        "PipelineStage.forward_one_chunk": hasattr(PipelineStage, "forward_one_chunk"),
+        "PipelineStage.forward_one_chunk and _prepare_forward_infra": all(
+            hasattr(PipelineStage, name) for name in ("forward_one_chunk", "_prepare_forward_infra")),
     }.items() if not exists]
     if missing:
         raise InstallationError(f"torch {torch.__version__} lacks {'; '.join(missing)}. megatron_sp needs these "
@@ -152,8 +153,15 @@ class StageWithObjects(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None,
                           *further: Any, **how: Any) -> Any:
         """Compute the forward of one microbatch, with its objects."""
-        objects = self.objects[fwd_chunk_id] if self.objects else {}
-        return super().forward_one_chunk(fwd_chunk_id, args, {**(kwargs or {}), **objects}, *further, **how)
+        return super().forward_one_chunk(fwd_chunk_id, args, self._with_objects(kwargs, fwd_chunk_id), *further, **how)
+
+    def _prepare_forward_infra(self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None,
+                               *further: Any, **how: Any) -> Any:
+        """Learn the shapes of inputs and outputs from one forward, which needs the objects of a microbatch too."""
+        return super()._prepare_forward_infra(num_microbatches, args, self._with_objects(kwargs, 0), *further, **how)
+
+    def _with_objects(self, kwargs: dict[str, Any] | None, number: int) -> dict[str, Any]:
+        return {**(kwargs or {}), **(self.objects[number] if self.objects else {})}
 
 
 def remove_backward_actions(schedule: Any) -> None:

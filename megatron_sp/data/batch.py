@@ -28,7 +28,8 @@ class Microbatch:
         labels: next tokens, int64 ``[b, s/sp]``; -100 where there is no loss.
         positions: index of each input in its whole sequence, or in its document under ``--reset-position-ids``, int64
             ``[b, s/sp]``.
-        sample_ids: index of each sequence in the training order, int64 ``[b]``, always on the CPU.
+        sample_ids: index of each sequence in the training order. They are no tensor, because the host seeds generators
+            with them, and FSDP would move a tensor to the device.
         num_valid: number of labels that are not -100.
         mask: which keys each query may see, for the whole sequences.
     """
@@ -36,12 +37,17 @@ class Microbatch:
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
-    sample_ids: torch.Tensor
+    sample_ids: tuple[int, ...]
     num_valid: int
     mask: AttentionMask = CAUSAL
 
+    def pinned(self) -> Microbatch:
+        """Return a copy in memory that the GPU can read while the host goes on."""
+        return replace(self, tokens=self.tokens.pin_memory(), labels=self.labels.pin_memory(),
+                       positions=self.positions.pin_memory())
+
     def to(self, device: torch.device | str) -> Microbatch:
-        """Return a copy on ``device``; sample ids stay on the CPU."""
+        """Return a copy on ``device``. The host does not wait for the copy of a pinned microbatch."""
         move = [tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)]
         return replace(self, tokens=move[0], labels=move[1], positions=move[2])
 
@@ -130,7 +136,7 @@ class BatchReader:
         positions, mask = self._place_documents(samples)
         return Microbatch(tokens=torch.from_numpy(tokens), labels=torch.from_numpy(labels),
                           positions=torch.from_numpy(positions),
-                          sample_ids=torch.tensor(samples, dtype=torch.int64),
+                          sample_ids=tuple(samples),
                           num_valid=int(np.count_nonzero(labels != IGNORED)), mask=mask)
 
     def _place_documents(self, samples: Sequence[int]) -> tuple[np.ndarray, AttentionMask]:

@@ -57,7 +57,7 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(model.hidden_dropout, seed, f"{layer}/mlp-output")
         self.compute = torch.compile(self._compute) if compiled else self._compute
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: Sequence[int],
                 mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None,
                 chunk: Chunk | None = None) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
@@ -72,22 +72,22 @@ class Block(nn.Module):
             return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, keep=kept)
         return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, replay=self.replay)
 
-    def _compute(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
+    def _compute(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: Sequence[int],
                  mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
         """Apply both branches, without recomputation."""
         return self._feed_forward(self._attend(x, rotation, sample_ids, mask, cache, chunk), sample_ids, chunk)
 
-    def _attend(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
+    def _attend(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: Sequence[int],
                 mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
         """Return x + drop(attention(norm(x)))."""
         y = self.attention(x, rotation, sample_ids, mask, cache, chunk, normalise=self.input_norm)
         return x + self._drop(y, self.attention_dropout, sample_ids, chunk)
 
-    def _feed_forward(self, x: torch.Tensor, sample_ids: torch.Tensor, chunk: Chunk | None) -> torch.Tensor:
+    def _feed_forward(self, x: torch.Tensor, sample_ids: Sequence[int], chunk: Chunk | None) -> torch.Tensor:
         """Return x + drop(mlp(norm(x)))."""
         y = self.mlp(self.post_attention_norm(x), skip_value=self.replay.is_active)
         return x + self._drop(y, self.mlp_dropout, sample_ids, chunk)
 
-    def _drop(self, x: torch.Tensor, dropout: Dropout, sample_ids: torch.Tensor, chunk: Chunk | None) -> torch.Tensor:
+    def _drop(self, x: torch.Tensor, dropout: Dropout, sample_ids: Sequence[int], chunk: Chunk | None) -> torch.Tensor:
         first = self.first_token + (0 if chunk is None else chunk.first_token)
         return dropout.hidden(x, sample_ids, first) if self.training else x

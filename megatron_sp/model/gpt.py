@@ -66,7 +66,7 @@ class Embedding(nn.Module):
                                               dtype=dtype)
         self.dropout = Dropout(model.hidden_dropout, seed, "embedding")
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor,
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, sample_ids: Sequence[int],
                 chunk: Chunk | None = None) -> torch.Tensor:
         """[b, t] -> [b, t(/tp), h]"""
         x = self.word(tokens)  # [b, t] -> [b, t(/tp), h]
@@ -99,7 +99,7 @@ class GPT(nn.Module):
         self.final_norm = final_norm
         self.output = output
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor, *,
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, sample_ids: Sequence[int], *,
                 labels: torch.Tensor | None = None, reduction: Literal["sum", "none"] = "sum",
                 mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None,
                 chunk: Chunk | None = None) -> torch.Tensor:
@@ -108,7 +108,7 @@ class GPT(nn.Module):
         Args:
             x: tokens int64 [b, s/sp]; on a later stage hidden states [b, s/sp(/tp), h].
             positions: int64 [b, s/sp], global.
-            sample_ids: int64 [b] on the CPU, global sample numbers; they key dropout.
+            sample_ids: global sample number of each sequence; they key dropout.
             labels: int64 [b, s/sp], -100 where there is nothing to predict.
             reduction: "sum" for training; "none" for the loss of each token, without gradients.
             mask: which keys each query may see, for the whole sequences.
@@ -159,7 +159,7 @@ class GPT(nn.Module):
                                       tile=self.loss_tile)
 
 
-def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, angles: Rotation | None, sample_ids: torch.Tensor,
+def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, angles: Rotation | None, sample_ids: Sequence[int],
                mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
     """Apply the layers one after another: [b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
     for block in blocks:

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from megatron_sp.layout.attention_mask import AttentionMask
 from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.torch_internals import StageWithObjects, computation_order, remove_backward_actions
@@ -140,9 +139,9 @@ class PipelineRunner:
         self.is_last = stages.num_stages - 1 in stages.numbers
         self._schedules: dict[tuple[int, torch.Size, bool], tuple[Any, list[StageWithObjects]]] = {}
 
-    def _schedule(self, masks: Sequence[AttentionMask], shape: torch.Size, training: bool) -> Any:
-        """Return torch's schedule object for as many microbatches as there are masks, with these masks in place."""
-        num_microbatches = len(masks)
+    def _schedule(self, objects: Sequence[dict[str, Any]], shape: torch.Size, training: bool) -> Any:
+        """Return torch's schedule object for as many microbatches as there are objects, with these in place."""
+        num_microbatches = len(objects)
         key = (num_microbatches, shape, training)
         if key not in self._schedules:
             group = self.mesh.group("pp")
@@ -156,7 +155,7 @@ class PipelineRunner:
             self._schedules[key] = made, stages
         schedule, stages = self._schedules[key]
         for stage in stages:
-            stage.objects = [{"mask": mask} for mask in masks]
+            stage.objects = objects
         return schedule
 
     def _arguments(self, tokens: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor]) -> tuple[Any, Any]:
@@ -165,28 +164,28 @@ class PipelineRunner:
         return positional, named
 
     def train(self, tokens: torch.Tensor, target: torch.Tensor, inputs: dict[str, torch.Tensor],
-              masks: Sequence[AttentionMask]) -> list[torch.Tensor]:
+              objects: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches and return their losses.
 
         Args:
             tokens, target: int64 [m*b, t], the microbatches one after another
             inputs: arguments that the forward of every stage takes besides its input, batch dimension first
-            masks: for each microbatch which keys each query may see
+            objects: for each microbatch the further arguments that are no tensors, by name
         Returns:
             the losses of the microbatches, detached; empty where this rank does not hold the last stage
         """
         losses: list[torch.Tensor] = []
         positional, named = self._arguments(tokens, target, losses)
-        schedule = self._schedule(masks, tokens.shape, training=True)
+        schedule = self._schedule(objects, tokens.shape, training=True)
         schedule.step(*positional, **named, **inputs, return_outputs=False)
         return [loss.detach() for loss in losses]
 
     @torch.no_grad()
     def evaluate(self, tokens: torch.Tensor, target: torch.Tensor, inputs: dict[str, torch.Tensor],
-                 masks: Sequence[AttentionMask]) -> list[torch.Tensor]:
+                 objects: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
         """Run forward of all microbatches and return their losses; arguments as in ``train``."""
         losses: list[torch.Tensor] = []
         positional, named = self._arguments(tokens, target, losses)
-        schedule = self._schedule(masks, tokens.shape, training=False)
+        schedule = self._schedule(objects, tokens.shape, training=False)
         schedule.eval(*positional, **named, **inputs)
         return losses

@@ -8,6 +8,7 @@ Ranks that hold copies of a tensor use equal keys; ranks that hold different par
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,16 +49,16 @@ class Dropout:
         uniform = torch.rand(shape, device=device, generator=generator)
         return uniform >= self.probability
 
-    def hidden(self, x: torch.Tensor, sample_ids: torch.Tensor, first_token: int) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor, sample_ids: Sequence[int], first_token: int) -> torch.Tensor:
         """Return a hidden state with dropout applied: some elements zero, the others scaled up.
 
         Args:
             x: [b, t, h]
-            sample_ids: int64 [b] on the CPU, global sample ids
+            sample_ids: global sample number of each sequence
             first_token: number of x's first token in the whole sequence, counted in rank order
         """
         if self.probability == 0.0:
             return x
         keep = torch.stack([self.keep(tuple(x.shape[1:]), x.device, sample, first_token)
-                            for sample in sample_ids.tolist()])
+                            for sample in sample_ids])
         return (x * keep).mul(1.0 / (1.0 - self.probability))

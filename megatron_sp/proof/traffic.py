@@ -32,7 +32,8 @@ MATRIX_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention", "_varlen_attn")
 #: Operators that only make or describe memory. Nothing is launched for them.
 FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_",
-                  "resize_", "record_stream", "is_pinned", "lift_fresh", "wait_tensor", "_local_scalar_dense"})
+                  "resize_", "record_stream", "is_pinned", "lift_fresh", "wait_tensor", "_wrap_tensor_autograd",
+                  "_local_scalar_dense"})
 #: Operators that write a tensor whose old values they do not read.
 FILLS = frozenset({"zero_", "fill_", "copy_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
                    "new_full", "zeros", "ones", "full", "uniform_", "normal_", "random_",
@@ -78,6 +79,8 @@ class Traffic(TorchDispatchMode):
         read, written: bytes that operators other than matrix products and attention read and write, by operator.
         collectives: how often each collective ran.
         sent: bytes of the whole tensor of each collective: that before a reduce-scatter, that after an all-gather.
+        crossings: operators that copy between host and device. On the "meta" device a read of a value by the host is
+            an error, and ``torch.tensor(numbers, device="meta")`` copies nothing and is not seen.
     """
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
@@ -88,6 +91,7 @@ class Traffic(TorchDispatchMode):
         self.written: Counter[str] = Counter()
         self.collectives: Counter[Collective] = Counter()
         self.sent: Counter[Collective] = Counter()
+        self.crossings: Counter[str] = Counter()
         self.is_paused = False
 
     @property
@@ -115,6 +119,8 @@ class Traffic(TorchDispatchMode):
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         namespace, _, name = func._schema.name.partition("::")
+        if crosses(name, args, result):
+            self.crossings[name] += 1
         if name in FREE or func.is_view or namespace == "prim":
             return
         if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
@@ -156,6 +162,11 @@ class Traffic(TorchDispatchMode):
             yield
         finally:
             self.is_paused = before
+
+
+def crosses(name: str, args: tuple[Any, ...], result: Any) -> bool:
+    """Return whether an operator copies between host and device; a single host number is an argument of a kernel."""
+    return len({x.device.type for x in tensors_in((args, result)) if x.dim() or name in ("_to_copy", "copy_")}) > 1
 
 
 def bytes_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:

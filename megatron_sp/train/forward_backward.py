@@ -7,6 +7,7 @@ loops over the microbatches and accumulates gradients, ``PipelineEngine`` runs a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
-from megatron_sp.layout.attention_mask import AttentionMask
 from megatron_sp.layout.sharding import uses_fsdp
 from megatron_sp.parallel.gradients import sum_over_copies, sum_over_tensor_ranks
 from megatron_sp.parallel.mesh import ParallelMesh
@@ -177,17 +177,17 @@ class ScheduleRunner:
 
 
 def _concatenate(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor],
-                                                              list[AttentionMask]]:
+                                                              list[dict[str, Any]]]:
     """Concatenate the microbatches along the batch, as torch's pipeline schedules take them.
 
     Returns:
-        tokens, labels, the further inputs of every stage by name, and the mask of each microbatch
+        tokens, labels, the further tensors that every stage takes by name, and for each microbatch the arguments that
+        are no tensors
     """
-    tokens, labels, positions, sample_ids = (
-        torch.cat([getattr(batch, name) for batch in microbatches])
-        for name in ("tokens", "labels", "positions", "sample_ids"))
-    inputs = {"positions": positions, "sample_ids": sample_ids, "labels": labels}
-    return tokens, labels, inputs, [batch.mask for batch in microbatches]
+    tokens, labels, positions = (torch.cat([getattr(batch, name) for batch in microbatches])
+                                 for name in ("tokens", "labels", "positions"))
+    return tokens, labels, {"positions": positions, "labels": labels}, [
+        {"sample_ids": batch.sample_ids, "mask": batch.mask} for batch in microbatches]
 
 
 def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh,

@@ -84,7 +84,7 @@ def plain_losses(load: str, documents: list[list[int]]) -> list[list[float]]:
     found = []
     for tokens in documents:
         with torch.no_grad():
-            logits = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1)[None], torch.zeros(1).long())
+            logits = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1)[None], (0,))
         found.append(torch.nn.functional.cross_entropy(logits[0, :, :97], torch.tensor(tokens[1:]),
                                                        reduction="none").tolist())
     return found

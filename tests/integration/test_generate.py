@@ -31,7 +31,7 @@ def compare_with_and_without_cache(style: str) -> tuple[list[int], list[int], li
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(40):
-            logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], torch.zeros(1, dtype=torch.int64))
+            logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], (0,))
             tokens.append(int(logits[0, -1, :97].argmax()))
     return cached, plain, tokens[len(prompt):]
 

@@ -65,7 +65,7 @@ def test_attention_loses_its_share_of_probabilities_and_none_of_its_mean(core: A
     probability, length, width = 0.25, 600, 1     # two blocks of queries
     q = torch.zeros(1, length, 4, width, dtype=torch.float64)
     v = torch.ones(1, length, 4, width, dtype=torch.float64)
-    dropout = AttentionDropout(Dropout(probability, 1, "0/attention"), torch.tensor([3]), 0)
+    dropout = AttentionDropout(Dropout(probability, 1, "0/attention"), (3,), 0)
     o = core(q, q, v, dropout=dropout)[0, :, :, 0]            # [s, n]
     seen = torch.arange(1, length + 1, dtype=torch.float64).unsqueeze(1)
     kept = o * seen * (1 - probability)                                    # whole numbers: how many were kept
@@ -76,7 +76,7 @@ def test_attention_loses_its_share_of_probabilities_and_none_of_its_mean(core: A
 
 
 def test_hidden_states_lose_their_share_and_none_of_their_mean() -> None:
-    dropped = Dropout(0.25, 1, "site").hidden(torch.full((2, 500, 200), 3.0), torch.tensor([0, 1]), 0)
+    dropped = Dropout(0.25, 1, "site").hidden(torch.full((2, 500, 200), 3.0), (0, 1), 0)
     deviation = math.sqrt(0.25 * 0.75 / dropped.numel())
     assert abs(float((dropped == 0).double().mean()) - 0.25) < 4 * deviation
     assert abs(float(dropped.double().mean()) / 3 - 1) < 4 * deviation / 0.75

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, PATTERN, WINDOW, AttentionMask
-from megatron_sp.model.attention.documents import DocumentAttention, Varlen, Windowed, first_keys
+from megatron_sp.model.attention.documents import DocumentAttention, Varlen, Windowed, first_keys, send
 from megatron_sp.model.attention.flash import (
     FlashAttention,
     find_flash_attention,
@@ -63,7 +63,7 @@ class UnfusedCore:
         if dropout is not None:
             return attend_in_query_blocks(q, k, v, mask, dropout)
         earlier = k.shape[1] - q.shape[1]
-        seen_from = first_keys(mask, *k.shape[:2])[:, earlier:] if mask.needs else None
+        seen_from = send(first_keys(mask, *k.shape[:2])[:, earlier:], q.device) if mask.needs else None
         hidden = None
         if mask.pattern is not None:
             hidden = hidden_keys(mask, q.shape[2], (earlier, k.shape[1]), k.shape[1])

@@ -29,6 +29,11 @@ Windowed = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], t
 MOST_TOKENS = 2**31
 
 
+def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on the device of a tensor in host memory. The host does not wait for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 class DocumentAttention:
     """Attends inside documents and windows, with one call of a kernel for all documents or one call for each.
 
@@ -62,7 +67,7 @@ class DocumentAttention:
         last, shape = self._last, q.shape[:2]
         if last is None or last[0] is not mask.documents or last[1] != shape or last[2].device != q.device:
             lengths = torch.tensor([0, *mask.lengths(*shape)])
-            cumulative = lengths.cumsum(0, dtype=torch.int32).to(q.device)
+            cumulative = send(lengths.cumsum(0, dtype=torch.int32), q.device)
             last = self._last = mask.documents, shape, cumulative, int(lengths.max())
         return last[2:]
 

@@ -163,7 +163,7 @@ def passes_varlen_trial(varlen: Varlen, device: torch.device, head_dim: int, win
                .requires_grad_() for heads in (4, 2, 2))
     mask = AttentionMask(((0, 7, 8), (0, TRIAL_TOKENS - 1)), window)
     attend = DocumentAttention(lambda q, k, v: q, lambda q, k, v, mask: q, varlen)
-    seen_from = first_keys(mask, 2, TRIAL_TOKENS)
+    seen_from = first_keys(mask, 2, TRIAL_TOKENS).to(device)
     return same_results(lambda: attend(q, k, v, mask),
                         lambda: block_attention(q, k, v, 0, True, None, seen_from)[0], (q, k, v))
 

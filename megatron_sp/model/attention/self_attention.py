@@ -79,7 +79,7 @@ class Attention(nn.Module):
                 for _ in range(2))
         self.output = RowParallelLinear(query, width, bias=model.add_bias_linear, region=region, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: torch.Tensor,
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: Sequence[int],
                 mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None, chunk: Chunk | None = None, *,
                 normalise: Norm) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
 
     def _group_output(self, group: AttentionPlan, normalise: Norm | None, x: torch.Tensor, rotation: Rotation | None,
-                      sample_ids: torch.Tensor, mask: AttentionMask, chunk: Chunk | None) -> torch.Tensor:
+                      sample_ids: Sequence[int], mask: AttentionMask, chunk: Chunk | None) -> torch.Tensor:
         """Return what one group of heads adds to the output, [b, s/sp, h]; uses the group's rows of each projection."""
         def rows(heads: tuple[int, int], first: int) -> slice:
             return slice((heads[0] - first) * self.head_dim, (heads[1] - first) * self.head_dim)
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         return [x.unflatten(-1, (-1, self.head_dim)) for x in qkv]
 
     def _attend(self, plan: AttentionPlan, qkv: list[torch.Tensor], rotation: Rotation | None,
-                sample_ids: torch.Tensor, mask: AttentionMask, cache: KeyValueCache | None,
+                sample_ids: Sequence[int], mask: AttentionMask, cache: KeyValueCache | None,
                 chunk: Chunk | None) -> torch.Tensor:
         """Apply query and key norm, rotary positions and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]
 

@@ -10,6 +10,7 @@ Letters: b batch, s tokens, n query heads, g key/value heads (g divides n, query
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.layout.attention_mask import AttentionMask
 from megatron_sp.layout.tiles import QUERY_BLOCK
-from megatron_sp.model.attention.documents import first_keys
+from megatron_sp.model.attention.documents import first_keys, send
 from megatron_sp.model.attention.patterns import hidden_keys
 from megatron_sp.parallel.random import Dropout
 
@@ -27,14 +28,14 @@ class AttentionDropout:
     """Dropout of attention probabilities. Its masks depend on sample, head and query, and not on the layout.
 
     Args:
-        sample_ids: int64 [b] on the CPU, global sample numbers.
+        sample_ids: global sample number of each sequence.
         first_head: global number of the first query head that the core is given.
         earlier: tokens before the first key that attention is given. Masks are drawn for their keys too, so that a
             mask does not depend on which of the keys that no query sees are left out.
     """
 
     dropout: Dropout
-    sample_ids: torch.Tensor
+    sample_ids: Sequence[int]
     first_head: int
     earlier: int = 0
 
@@ -43,7 +44,7 @@ class AttentionDropout:
         shape, first_query = (queries, self.earlier + keys), self.earlier + first_query
         return torch.stack([torch.stack([
             self.dropout.keep(shape, device, sample, self.first_head + head, first_query)[:, self.earlier:]
-            for head in range(heads)]) for sample in self.sample_ids.tolist()])
+            for head in range(heads)]) for sample in self.sample_ids])
 
 
 def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_query: int, causal: bool,
@@ -55,7 +56,7 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_que
     Args:
         q: [b, t, n, d], the queries from position ``first_query`` on.
         k, v: [b, s', g, d], the keys from position 0 on.
-        first_keys: [b, t], the first position that each query sees; default: 0.
+        first_keys: [b, t], the first position that each query sees, on the device of q; default: 0.
         hidden: bool [n, t, s'], which keys each query of each head does not see; default: it sees all of the above.
     Returns:
         o [b, t, n, d] and the log-sum-exp [b, n, t], at least fp32
@@ -69,7 +70,7 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_que
         position = torch.arange(first_query, first_query + queries, device=q.device).unsqueeze(1)
         scores = scores.masked_fill_(torch.arange(keys, device=q.device) > position, -torch.inf)
     if first_keys is not None:
-        earlier = torch.arange(keys, device=q.device) < first_keys.to(q.device).unsqueeze(-1)  # [b, t, s']
+        earlier = torch.arange(keys, device=q.device) < first_keys.unsqueeze(-1)  # [b, t, s']
         scores = scores.masked_fill_(earlier[:, None, None], -torch.inf)
     if hidden is not None:
         scores = scores.masked_fill_(hidden.to(q.device).unflatten(0, (groups, -1)), -torch.inf)
@@ -106,14 +107,14 @@ def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ma
 
     earlier = k.shape[1] - q.shape[1]  # tokens whose keys are given, but not their queries
     all_first = first_keys(mask, k.shape[0], k.shape[1]) if mask.needs else None
+    sent = None if all_first is None else send(all_first, q.device)
     outputs = []
     for block in query_blocks(q.shape[1]):
         start, stop, low, seen_from = earlier + block.start, earlier + block.stop, 0, None
         drop = dropout
-        if all_first is not None:
-            seen_from = all_first[:, start:stop]
-            low = int(seen_from.min())
-            seen_from = seen_from - low
+        if all_first is not None and sent is not None:
+            low = int(all_first[:, start:stop].min())
+            seen_from = sent[:, start:stop] - low
             drop = dropout and replace(dropout, earlier=dropout.earlier + low)
         outputs.append(recompute(attend, q[:, block], k[:, low:stop], v[:, low:stop], start - low, low, seen_from,
                                  drop))

@@ -16,12 +16,13 @@ and keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_sp.layout.attention_mask import AttentionMask
+from megatron_sp.model.attention.documents import send
 from megatron_sp.parallel.ring import BlockKernel, PieceKernels, Triple, merge
 
 #: Queries that one call of a kernel is given at most, unless a single piece has more. It bounds what is copied.
@@ -43,20 +44,38 @@ class Group(NamedTuple):
     mirrored: bool
 
 
-def groups_of(mask: AttentionMask, batch: int, tokens: int, device: torch.device) -> Iterator[Group]:
-    """Yield all pieces of whole sequences. No query and no key is twice in one group."""
+class Places(NamedTuple):
+    """Where the pieces of one size begin, in the row of all sequences.
+
+    Attributes:
+        firsts: int64 [pieces, 2], places of the first query and the first key of each piece.
+        queries, keys: tokens of each piece.
+    """
+
+    firsts: torch.Tensor
+    queries: int
+    keys: int
+    causal: bool
+    mirrored: bool
+
+
+def places_of(mask: AttentionMask, batch: int, tokens: int, device: torch.device) -> list[Places]:
+    """Return the places of all pieces of whole sequences, by the size of the pieces."""
     starts: dict[tuple[int, int, bool, bool], list[tuple[int, int]]] = {}
     for row in range(batch):
         for piece in mask.pieces(row, (0, tokens), (0, tokens)):
             (first, last), (low, high) = piece.queries, piece.keys
             places_of_size = starts.setdefault((last - first, high - low, piece.causal, piece.mirrored), [])
             places_of_size.append((row * tokens + first, row * tokens + low))
-    for (t, seen, causal, mirrored), found in starts.items():
-        step = max(1, QUERIES_AT_ONCE // t)
-        for first in range(0, len(found), step):
-            places = torch.tensor(found[first:first + step], device=device)
-            yield Group(places[:, :1] + torch.arange(t, device=device),
-                        places[:, 1:] + torch.arange(seen, device=device), causal, mirrored)
+    return [Places(send(torch.tensor(found), device), *kind) for kind, found in starts.items()]
+
+
+def groups_of(places: Sequence[Places]) -> Iterator[Group]:
+    """Yield all pieces. No query and no key is twice in one group."""
+    for firsts, t, seen, causal, mirrored in places:
+        for part in firsts.split(max(1, QUERIES_AT_ONCE // t)):
+            yield Group(part[:, :1] + torch.arange(t, device=part.device),
+                        part[:, 1:] + torch.arange(seen, device=part.device), causal, mirrored)
 
 
 class WindowAttention:
@@ -69,28 +88,34 @@ class WindowAttention:
     def __init__(self, kernel: BlockKernel):
         self.description = f"{kernel.description} (blocks of the window)"
         self.kernels = PieceKernels(kernel)
+        # All layers with a window attend with the same mask in turn, so its places are sent to the device once.
+        self._last: tuple[AttentionMask, torch.Size, list[Places]] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         """Attend."""
-        return _WindowAttention.apply(q, k, v, self.kernels, mask)
+        last = self._last
+        if last is None or last[0].documents is not mask.documents or last[0].window != mask.window or (
+                last[1] != q.shape[:2]) or any(places.firsts.device != q.device for places in last[2]):
+            last = self._last = mask, q.shape[:2], places_of(mask, q.shape[0], q.shape[1], q.device)
+        return _WindowAttention.apply(q, k, v, self.kernels, last[2])
 
 
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernels: PieceKernels,
-                mask: AttentionMask) -> torch.Tensor:
+                places: Sequence[Places]) -> torch.Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         row_q, row_k, row_v = (x.flatten(0, 1) for x in (q, k, v))  # [b, s, n, d] -> [b*s, n, d]
         o = torch.zeros(row_q.shape, dtype=wide, device=q.device)
         lse = torch.full(row_q.shape[:2], -torch.inf, dtype=wide, device=q.device)  # [b*s, n]
-        for queries, keys, causal, mirrored in groups_of(mask, q.shape[0], q.shape[1], q.device):
+        for queries, keys, causal, mirrored in groups_of(places):
             o_part, lse_part = kernels.of(mirrored).forward(row_q[queries], row_k[keys], row_v[keys],
                                                             causal or mirrored)  # [p, t, n, d], [p, n, t]
             o[queries], merged = merge(o[queries], lse[queries].transpose(1, 2), o_part.to(wide), lse_part.to(wide))
             lse[queries] = merged.transpose(1, 2)
         result = o.to(q.dtype).view(q.shape)
         ctx.save_for_backward(q, k, v, result, lse)
-        ctx.kernels, ctx.mask = kernels, mask
+        ctx.kernels, ctx.places = kernels, places
         return result
 
     @staticmethod
@@ -99,7 +124,7 @@ class _WindowAttention(torch.autograd.Function):
         kernels: PieceKernels = ctx.kernels
         row_grad, row_q, row_k, row_v, row_o = (x.flatten(0, 1) for x in (grad, q, k, v, o))
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (row_q, row_k, row_v))
-        for queries, keys, causal, mirrored in groups_of(ctx.mask, q.shape[0], q.shape[1], q.device):
+        for queries, keys, causal, mirrored in groups_of(ctx.places):
             parts: Triple = kernels.of(mirrored).backward(
                 row_grad[queries], row_q[queries], row_k[keys], row_v[keys], row_o[queries],
                 lse[queries].transpose(1, 2).contiguous(), causal or mirrored)

@@ -77,7 +77,7 @@ def logits_and_tokens(directories: list[str]) -> list[tuple[torch.Tensor, list[i
         fill_model(model, run.model, partial(weights_of, directory, run.model), directory, shows=False)
         model.eval()
         with torch.no_grad():
-            logits = model(TOKENS, torch.arange(48)[None], torch.zeros(1, dtype=torch.int64))
+            logits = model(TOKENS, torch.arange(48)[None], (0,))
         tokens = list(generate(model, TOKENS[0].tolist(), 10, Sampling(temperature=0), vocab_size=97))
         found.append((logits[..., :97].clone(), tokens))
     return found

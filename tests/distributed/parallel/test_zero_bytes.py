@@ -46,7 +46,7 @@ def measure(flags: list[str]) -> dict[str, int]:
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     for microbatch in range(2):
         prepare_backward(model, run.parallel.zero_stage, is_last=microbatch == 1)
-        loss = model(tokens, torch.arange(32).expand(1, -1), torch.tensor([microbatch]), labels=tokens)
+        loss = model(tokens, torch.arange(32).expand(1, -1), (microbatch,), labels=tokens)
         if microbatch == 0:
             found["gathered after forward"] = gathered_bytes(model)
         loss.sum().backward()

@@ -312,7 +312,7 @@ def compiled_against_eager(flags: str) -> float:
         positions = (torch.arange(share) + mesh.rank("sp") * share).unsqueeze(0)
         for _ in range(2):  # the second is without compilation
             model.zero_grad()
-            logits = model(positions % 97, positions, torch.tensor([0]))
+            logits = model(positions % 97, positions, (0,))
             logits.square().mean().backward()
         found.append([local_part(p.grad) for p in model.parameters() if p.grad is not None])
     return max(float((a - b).abs().max() / (b.abs().max() + 1e-12)) for a, b in zip(found[1], found[0]))
@@ -365,7 +365,7 @@ def graphs_by_depth(layouts: list[str]) -> dict[str, list[int]]:
             positions = torch.arange(32 // mesh.size("sp")).unsqueeze(0)
             for step in range(2):
                 mask = AttentionMask(((0, 5 + step),)) if run.data.reset_attention_mask else CAUSAL
-                model(positions, positions, torch.tensor([0]), labels=positions, mask=mask).sum().backward()
+                model(positions, positions, (0,), labels=positions, mask=mask).sum().backward()
                 model.zero_grad()
             found[layout].append(counters["stats"]["unique_graphs"])
             mesh.destroy()

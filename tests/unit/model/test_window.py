@@ -11,7 +11,7 @@ from megatron_sp.model.attention.block_kernels import CPUFlashBlockKernel, Unfus
 from megatron_sp.model.attention.cores import AttentionCore, FlashCore, SDPACore, UnfusedCore
 from megatron_sp.model.attention.flash import FlashAttention, torch_flash
 from megatron_sp.model.attention.unfused import AttentionDropout, attend_in_query_blocks
-from megatron_sp.model.attention.window import WindowAttention, groups_of
+from megatron_sp.model.attention.window import WindowAttention, groups_of, places_of
 from megatron_sp.parallel.random import Dropout
 from tests.unit.model.test_cores import inputs, one_after_another
 
@@ -69,7 +69,7 @@ def test_fewer_queries_than_keys_are_the_last_tokens(name: str, queries: int) ->
 def test_groups_are_small_and_no_token_is_twice_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_sp.model.attention.window.QUERIES_AT_ONCE", 10)
     for mask in MASKS:
-        for group in groups_of(mask, 2, TOKENS, torch.device("cpu")):
+        for group in groups_of(places_of(mask, 2, TOKENS, torch.device("cpu"))):
             for places in (group.queries, group.keys):
                 assert len(places.unique()) == places.numel()
             assert len(group.queries) == 1 or group.queries.numel() <= 10
@@ -88,7 +88,7 @@ def test_values_outside_the_window_change_no_bit() -> None:
 
 def test_dropout_masks_do_not_depend_on_the_keys_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs()
-    dropout = AttentionDropout(Dropout(0.5, 1, "0/attention"), torch.tensor([3, 4]), 0)
+    dropout = AttentionDropout(Dropout(0.5, 1, "0/attention"), (3, 4), 0)
     mask = AttentionMask(window=5)
     keep = dropout.keep(0, TOKENS, TOKENS, 4, q.device)
     k_all, v_all = (x.repeat_interleave(2, dim=2) for x in (k, v))

@@ -73,3 +73,19 @@ def test_collectives_by_kind_and_group(tmp_path: Path) -> None:
         assert traffic.moved == 2 * 24  # the functional all-reduce copies its input first
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("compute", "name"), [
+    (lambda host, x: host.to(x.device), "_to_copy"), (lambda host, x: x.copy_(host), "copy_"),
+    (lambda host, x: x[host], "index")])
+def test_copies_to_the_device_are_noticed(compute, name: str) -> None:  # type: ignore[no-untyped-def]
+    with Traffic() as traffic:
+        compute(torch.tensor([1, 2]), torch.empty(2, device="meta"))
+    assert traffic.crossings == {name: 1}
+
+
+def test_numbers_are_no_copies() -> None:
+    x = torch.empty(2, device="meta")
+    with Traffic() as traffic:
+        (x * 2.0 + torch.tensor(3.0)).sum() + torch.full((), 2.0, device=x.device)
+    assert not traffic.crossings
