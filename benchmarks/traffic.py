@@ -257,7 +257,7 @@ def count_our_update(layers: int) -> tuple[Traffic, int]:
     step.update(step.compute_gradients([batch]), scheduler_samples=0)  # makes the optimizer's states
     loss = step.engine.forward_backward([batch], float(shape.tokens))
     with Traffic() as traffic:
-        step.update(step._reduce(loss, shape.tokens, 1.0, 1.0, ()), scheduler_samples=0)
+        step.update(step._reduce(loss, torch.tensor(shape.tokens), 1.0, 1.0, ()), scheduler_samples=0)
     return traffic, len(list(step.model.parameters()))
 
 

@@ -65,17 +65,18 @@ class BatchReader:
         read_ahead: whether a thread reads the next global batch while the model computes this one.
         vocab_size: larger or equal token ids are refused; 0: any id is accepted.
         documents: what documents inside samples change; default: nothing.
+        pin: whether to put the batches into memory that a GPU can read while the host goes on.
 
     Use as a context manager, or call ``close``.
     """
 
     def __init__(self, dataset: Dataset, layout: SequenceLayout, sp_rank: int, dp_rank: int, dp_size: int,
                  eod_token: int | None = None, eod_mask_loss: bool = False, read_ahead: bool = False,
-                 vocab_size: int = 0, documents: Documents = IGNORE_DOCUMENTS):
+                 vocab_size: int = 0, documents: Documents = IGNORE_DOCUMENTS, pin: bool = False):
         if eod_mask_loss and eod_token is None:
             raise DataError("--eod-mask-loss needs a tokenizer with an end-of-document token, and this one has none.")
         self.dataset, self.dp_rank, self.dp_size, self.vocab_size = dataset, dp_rank, dp_size, vocab_size
-        self.documents = documents
+        self.documents, self.pin = documents, pin
         self.ranges = layout.ranges(sp_rank)
         self.places = np.ascontiguousarray(layout.positions(sp_rank), dtype=np.int64)
         self.masked_input = eod_token if eod_mask_loss else None
@@ -116,7 +117,8 @@ class BatchReader:
             work = [attention_work(self.dataset.document_starts(sample), self.dataset.seq_length)
                     for sample in range(consumed_samples, consumed_samples + global_batch_size)]
             ids = GlobalBatchSampler.balanced(consumed_samples, work, *where)
-        return [self._microbatch(samples) for samples in ids]
+        batches = (self._microbatch(samples) for samples in ids)
+        return [batch.pinned() for batch in batches] if self.pin else list(batches)
 
     def _microbatch(self, samples: Sequence[int]) -> Microbatch:
         shape = (len(samples), len(self.places))

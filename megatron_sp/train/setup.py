@@ -199,7 +199,8 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
         if dataset is None:
             return None
         return BatchReader(dataset, layout, mesh.rank("sp"), mesh.rank("dp"), mesh.size("dp"), tokenizer.eod,
-                           run.data.eod_mask_loss, read_ahead, vocab_size=run.model.vocab_size, documents=documents)
+                           run.data.eod_mask_loss, read_ahead, vocab_size=run.model.vocab_size, documents=documents,
+                           pin=mesh.device.type == "cuda")
 
     named = {name: made for name, dataset in splits.named_valid.items() if (made := reader(dataset, False))}
     return Readers(reader(splits.train, run.data.num_workers > 0), reader(splits.valid, False),

@@ -136,12 +136,14 @@ class TrainStep:
         """
         scale = self.scaler.scale
         with self.timers("forward-backward"):
-            num_valid = self.mesh.sum_over(sum(batch.num_valid for batch in microbatches), "fsdp")
+            # ``full`` is a kernel. A copy of a Python number would wait until the device has finished the last step.
+            mine = torch.full((), sum(batch.num_valid for batch in microbatches), device=self.mesh.device)
+            num_valid = self.mesh.sum_over(mine, "fsdp")
             # One factor divides by the number of valid tokens and multiplies with the loss scale. Without any valid
             # token all losses are 0, and so are the gradients.
             loss = self.engine.forward_backward(microbatches, num_valid.clamp(min=1) / scale)
         with self.timers("optimizer"):
-            return self._reduce(loss, int(num_valid), scale, self._attention_share(microbatches), votes())
+            return self._reduce(loss, num_valid, scale, self._attention_share(microbatches), votes())
 
     def _attention_share(self, microbatches: Sequence[Microbatch]) -> float:
         """Return the work of attention in this rank's sequences, relative to sequences of one document each."""
@@ -150,9 +152,15 @@ class TrainStep:
                  for batch in microbatches]
         return sum(found) / len(found)
 
-    def _reduce(self, loss: torch.Tensor, num_valid: int, scale: float, attention_share: float,
+    def _reduce(self, loss: torch.Tensor, valid: torch.Tensor, scale: float, attention_share: float,
                 votes: Sequence[float]) -> StepTotals:
-        """Sum this step's numbers over all ranks in one reduction. Every decision is taken from its result."""
+        """Sum this step's numbers over all ranks in one reduction. Every decision is taken from its result.
+
+        The host reads them from the device at once; it waits for the device nowhere else in the step.
+
+        Args:
+            valid: the valid tokens of the global batch, summed over the ranks before.
+        """
         require_all_gradients(self.model)
         zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         shares = torch.stack([
@@ -162,11 +170,11 @@ class TrainStep:
             squared_norm(self.model, self.mesh, of_gradients=False) if self.measures_weights else zero,
             zero + attention_share / self.mesh.size("world"),
             *(zero + vote for vote in votes)])
-        loss_sum, squared_gradients, zeros, squared_weights, attention, *sums = self.mesh.sum_over(
-            shares, "world").tolist()
+        numbers = torch.cat((valid.double().view(1), self.mesh.sum_over(shares, "world")))
+        num_valid, loss_sum, squared_gradients, zeros, squared_weights, attention, *sums = numbers.tolist()
         return StepTotals(
             loss=loss_sum / scale if num_valid else math.nan, grad_norm=math.sqrt(squared_gradients) / scale,
-            num_valid=num_valid, loss_scale=scale, num_zeros=zeros, params_norm=math.sqrt(squared_weights),
+            num_valid=round(num_valid), loss_scale=scale, num_zeros=zeros, params_norm=math.sqrt(squared_weights),
             votes=tuple(sums), attention_share=attention)
 
     def update(self, totals: StepTotals, scheduler_samples: float) -> float:

@@ -195,3 +195,14 @@ def test_cyclic_blends_repeat_no_sample_early(tmp_path, weights):
         assert sum(first < 1000 for first in firsts) == 28
     else:
         assert all(len(set(firsts[start:start + 28])) == 28 for start in (0, 28, 56, 84))
+
+
+def test_batches_are_pinned_where_a_gpu_reads_them(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or x)
+    for pin in (False, True):
+        reader = BatchReader(Ramp(), LAYOUTS[0], 0, 0, 1, pin=pin)
+        batch = reader.read(0, 1, 1)[0]
+        assert any(batch.tokens is x for x in pinned) == pin and len(pinned) == 3 * pin
+        reader.close()
+        pinned.clear()
