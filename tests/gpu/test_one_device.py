@@ -145,7 +145,7 @@ def losses(run: Run, device: torch.device, steps: int = 20) -> list[float]:
     engine, optimizer, scaler = build_engine(run, model, mesh), build_optimizer(run, model), LossScaler(run.precision)
     text = torch.randint(0, 97, (4, 65), generator=torch.Generator().manual_seed(0)).to(device)
     batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(),
-                       torch.arange(64, device=device).expand(4, 64), torch.arange(4), 256)
+                       torch.arange(64, device=device).expand(4, 64), (0, 1, 2, 3), 256)
     found: list[float] = []
     while len(found) < steps:
         loss = engine.forward_backward([batch], 256 / scaler.scale)

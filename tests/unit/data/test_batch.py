@@ -199,7 +199,12 @@ def test_cyclic_blends_repeat_no_sample_early(tmp_path, weights):
 
 def test_batches_are_pinned_where_a_gpu_reads_them(monkeypatch):
     pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or x)
+
+    def pin_memory(x):
+        pinned.append(x)
+        return x
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     for pin in (False, True):
         reader = BatchReader(Ramp(), LAYOUTS[0], 0, 0, 1, pin=pin)
         batch = reader.read(0, 1, 1)[0]
