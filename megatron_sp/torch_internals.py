@@ -77,10 +77,12 @@ def will_run(node: Any, number: int) -> bool:
         node: the ``ctx`` of an ``autograd.Function``, in its backward.
         number: of the input.
     """
-    following, _ = node.next_functions[number]
     asks = getattr(torch._C, "_will_engine_execute_node", None)
-    if following is None or asks is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or asks is None:
         return True
+    following, _ = node.next_functions[number]
+    if following is None:
+        return False
     try:
         return bool(asks(following))
     except RuntimeError:  # torch cannot say it of a leaf

@@ -1,0 +1,49 @@
+"""``--compile``: one compilation serves all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from megatron_sp.config.load import load_run
+from megatron_sp.config.resolve import with_vocab
+from megatron_sp.model.build import build_model
+from megatron_sp.parallel.mesh import ParallelMesh
+from tests.helpers.fake_ranks import LLAMA, fake_group
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def traced_only() -> Iterator[None]:
+    """Trace as for any compiler, and run what was traced with torch's operators. No C++ compiler is needed."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compiler.set_stance("default", force_backend="eager")
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("flags", "world"), [
+    ("", 1),
+    pytest.param("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1, marks=slow),
+    pytest.param("--recompute-granularity selective", 1, marks=slow),
+    pytest.param("--ulysses-size 6", 6, marks=slow),
+    pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", 2, marks=slow)])
+def test_layers_and_microbatches_share_one_compilation(flags: str, world: int) -> None:
+    """torch compiles a function at most 8 times and then runs it uncompiled, so 10 layers would show more than one."""
+    with fake_group(world):
+        run, _ = load_run(f"--num-layers 10 {LLAMA} --compile {flags}".split(), world)
+        run = with_vocab(run, run.model.vocab_size)
+        mesh = ParallelMesh.build(run.parallel)
+        model = build_model(run, mesh)
+        tokens = torch.zeros(2, 96 // mesh.size("sp"), dtype=torch.int64)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        for sample_ids in ((0, 1), (2, 3)):
+            model(tokens, positions, sample_ids, labels=tokens).sum().backward()
+    assert dict(counters["frames"]) == {"total": 1, "ok": 1}
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]

@@ -1,0 +1,39 @@
+"""What a layer costs on a GPU, counted: operators, and bytes that elementwise operators move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import traffic as program
+from megatron_sp.proof.traffic import Traffic
+
+#: Llama 3 8B, with fewer tokens, which changes no ratio.
+SHAPE = program.Shape(hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, tokens=512)
+
+
+@pytest.fixture(scope="module")
+def counts() -> Iterator[dict[str, Traffic]]:
+    with program.one_process():
+        yield {name: program.count_layer(SHAPE, make(SHAPE)) for name, make in program.LAYERS.items()
+               if name != "torchtitan"}
+
+
+def test_our_layer_moves_fewer_bytes_than_others(counts: dict[str, Traffic]) -> None:
+    ours = counts["ours"].moved
+    assert ours < 0.85 * counts["plain_model.py"].moved
+    assert ours <= 0.5 * counts["transformers, sdpa"].moved
+    assert ours <= 0.3 * counts["transformers, eager attention"].moved
+
+
+def test_operators_of_a_layer_are_bounded(counts: dict[str, Traffic]) -> None:
+    assert counts["ours"].operators <= 52 and counts["ours"].matrix_products == 21
+    assert counts["ours, --recompute-granularity full"].operators <= 72
+    assert counts["ours, --recompute-granularity selective"].launched["_scaled_dot_product_flash_attention"] == 1
+    assert counts["ours, --recompute-granularity full"].launched["_scaled_dot_product_flash_attention"] == 2
+
+
+def test_gradients_of_the_input_are_added_inside_products(counts: dict[str, Traffic]) -> None:
+    """Two additions of the residual branches forward, two backward; q, k, v, gate and up need none."""
+    assert counts["ours"].launched["add"] == 4 and counts["ours"].launched["addmm_"] == 3
