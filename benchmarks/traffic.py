@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,8 @@ def our_model(shape: Shape, *further: str) -> Any:
     run = our_run([*our_flags(shape), *further])
     mesh = ParallelMesh.build(run.parallel)
     region = TensorRegion.of(mesh, megatron_sp=False)
-    return assemble(run, plan_stages(run)[0], mesh, region, torch.bfloat16, choose_kernels(run, mesh.device))
+    kernels = replace(choose_kernels(run, mesh.device), products_in_fp32=True)  # as torch has them on a GPU
+    return assemble(run, plan_stages(run)[0], mesh, region, torch.bfloat16, kernels)
 
 
 def our_layer(shape: Shape, *further: str) -> Layer:

@@ -114,7 +114,7 @@ def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegio
             output = VocabParallelOutput(model.vocab_size, model.padded_vocab_size, model.hidden_size, region=region,
                                          dtype=dtype, tied=tied)
         return GPT(model, stage.layers, block, embedding=embedding, final_norm=final_norm, output=output,
-                   loss_tile=memory.loss_tile_size, unit=unit,
+                   loss_tile=memory.loss_tile_size, products_in_fp32=kernels.products_in_fp32, unit=unit,
                    offload=ActivationOffload(memory.offload_activations, len(stage.layers) // unit)
                    if memory.offload_activations else None)
 

@@ -84,16 +84,17 @@ class GPT(nn.Module):
         layers: global numbers of the layers held here.
         blocks: returns a new layer, given its global number.
         embedding, final_norm, output: the other parts, None where another stage holds them.
-        loss_tile: tokens whose logits exist at once, see ``loss.linear_cross_entropy_sum``.
+        loss_tile, products_in_fp32: see ``loss.linear_cross_entropy_sum``.
         unit: layers that are recomputed together; 1 leaves recomputation to each layer.
         offload: moves layer inputs to host memory.
     """
 
     def __init__(self, model: Model, layers: range, blocks: Callable[[int], Block], *, embedding: Embedding | None,
-                 final_norm: Norm | None, output: VocabParallelOutput | None, loss_tile: int = 0, unit: int = 1,
-                 offload: ActivationOffload | None = None):
+                 final_norm: Norm | None, output: VocabParallelOutput | None, loss_tile: int = 0,
+                 products_in_fp32: bool = False, unit: int = 1, offload: ActivationOffload | None = None):
         super().__init__()
         self.config, self.loss_tile, self.unit, self.offload = model, loss_tile, unit, offload
+        self.products_in_fp32 = products_in_fp32
         self.embedding = embedding
         self.layers = nn.ModuleDict({str(layer): blocks(layer) for layer in layers})
         self.final_norm = final_norm
@@ -149,7 +150,7 @@ class GPT(nn.Module):
         """Apply output layer and loss in one function: [b, s/sp, h], [v/tp, h] -> [1]"""
         assert self.output is not None
         loss = linear_cross_entropy_sum(x, weight, labels, self.output.region, self.config.vocab_size,
-                                        tile=self.loss_tile)
+                                        tile=self.loss_tile, products_in_fp32=self.products_in_fp32)
         return torch.stack([loss])  # not a view, because FSDP puts hooks on the outputs of its modules
 
     def token_losses(self, labels: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

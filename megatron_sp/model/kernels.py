@@ -14,6 +14,7 @@ from megatron_sp.model.attention.cores import AttentionCore, SDPACore, choose_co
 from megatron_sp.model.attention.flex import FlexAttention, passes_flex_trial
 from megatron_sp.model.attention.patterns import PatternAttention
 from megatron_sp.model.attention.window import WindowAttention
+from megatron_sp.model.loss import adds_products_in_fp32
 from megatron_sp.model.norm_kernels import NormKernels, choose_norm_kernels
 from megatron_sp.parallel.ring import BlockKernel
 
@@ -27,6 +28,7 @@ class Kernels:
         block_kernel: computes attention to one block of keys, in a ring or of a chunk of the sequence. Such runs do not
             train with ``core``.
         norms: compute every norm of the model.
+        products_in_fp32: see ``loss.adds_products_in_fp32``.
         warnings: sentences for the log on kernels that are installed or usual and cannot be used here.
     """
 
@@ -34,6 +36,7 @@ class Kernels:
     block_kernel: BlockKernel
     norms: NormKernels
     warnings: tuple[str, ...] = ()
+    products_in_fp32: bool = False
 
 
 def choose_kernels(run: Run, device: torch.device) -> Kernels:
@@ -42,13 +45,14 @@ def choose_kernels(run: Run, device: torch.device) -> Kernels:
     Raises:
         ConfigError: a kernel that the user named cannot be used here.
     """
+    products_in_fp32 = device.type == "cuda" and adds_products_in_fp32(device)
     choice, dtype = run.train.fused_kernels, getattr(torch, run.precision.dtype)
     norms = choose_norm_kernels("torch" if choice == "auto" and run.train.compile else choice, device)
     if uses_blocks(run):
         chosen = choose_block_kernel(device, dtype, run.model.head_dim,
                                      use="ring" if run.parallel.ring > 1 else "chunks")
         core = SDPACore(windowed=WindowAttention(chosen.kernel), patterned=PatternAttention(chosen.kernel))
-        return Kernels(core, chosen.kernel, norms, chosen.warnings)
+        return Kernels(core, chosen.kernel, norms, chosen.warnings, products_in_fp32)
     windowed: WindowAttention | None = None
     patterned: PatternAttention | FlexAttention | None = None
     missing: tuple[str, ...] = ()
@@ -63,7 +67,7 @@ def choose_kernels(run: Run, device: torch.device) -> Kernels:
     found = choose_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
                        half_head_dim=run.model.head_dim if dtype != torch.float32 else 0,
                        documents=run.data.reset_attention_mask, windowed=windowed, patterned=patterned)
-    return Kernels(found.core, UnfusedBlockKernel(), norms, found.warnings + missing)
+    return Kernels(found.core, UnfusedBlockKernel(), norms, found.warnings + missing, products_in_fp32)
 
 
 def try_flex(run: Run, otherwise: PatternAttention, device: torch.device, dtype: torch.dtype) -> FlexAttention | None:

@@ -35,33 +35,37 @@ def losses_and_gradient(logits: torch.Tensor, labels: torch.Tensor, region: Tens
                         vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return every token's loss and the gradient of their sum with respect to the logits.
 
-    The gradient is written over the logits where their type is wide enough.
+    Everything is computed in at least fp32, and written over the logits where their type is that wide. Elements of the
+    gradient are changed to the type of the logits as they are written, except to fp16, in which most would be 0.
 
     Args:
         logits: [t, v/tp]; columns at or beyond ``vocab_size`` are padding and get no probability.
         labels: int64 [t], -100 where there is nothing to predict.
     Returns:
-        losses [t], 0 for tokens without a label and equal on all tp ranks; gradient [t, v/tp]; both at least fp32.
+        losses [t], at least fp32, 0 for tokens without a label and equal on all tp ranks; gradient [t, v/tp]
     """
     columns = logits.shape[-1]
     first = region.rank * columns
     real = min(max(vocab_size - first, 0), columns)  # this rank's columns that are not padding
     valid = labels != IGNORED_LABEL
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    largest = wide[:, :real].amax(-1) if real else wide.new_full(labels.shape, -torch.inf)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    largest = logits[:, :real].amax(-1).to(wide) if real else logits.new_full(labels.shape, -torch.inf, dtype=wide)
     if region.size > 1:
         largest = all_reduce_max(largest, region.group)
-    gradient = wide.sub_(largest.unsqueeze(-1))
+    powers = torch.sub(logits, largest.unsqueeze(-1), out=logits if logits.dtype == wide else None)
     if real < columns:
-        gradient[:, real:] = -torch.inf
+        powers[:, real:] = -torch.inf
     local_label = (labels - first).clamp(0, columns - 1).unsqueeze(-1)
     label_is_here = valid & (labels >= first) & (labels < first + real)
-    label_logit = torch.where(label_is_here, gradient.gather(-1, local_label).squeeze(-1), 0.0)
-    total = gradient.exp_().sum(-1)
+    label_logit = torch.where(label_is_here, powers.gather(-1, local_label).squeeze(-1), 0.0)
+    total = powers.exp_().sum(-1)
     if region.size > 1:
         total, label_logit = all_reduce_sum(torch.stack((total, label_logit)), region.group)
-    gradient.mul_((valid / total).unsqueeze(-1))
-    gradient.scatter_add_(-1, local_label, label_is_here.to(gradient.dtype).neg().unsqueeze(-1))
+    factor = (valid / total).unsqueeze(-1)
+    at_label = powers.gather(-1, local_label) * factor - label_is_here.unsqueeze(-1).to(wide)
+    gradient = powers if logits.dtype in (wide, torch.float16) else logits
+    torch.mul(powers, factor, out=gradient)
+    gradient.scatter_(-1, local_label, at_label.to(gradient.dtype))
     return torch.where(valid, total.log() - label_logit, 0.0), gradient
 
 
@@ -87,6 +91,23 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low, high).float()
 
 
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add the product of two matrices in half precision to an fp32 matrix, which torch does on some GPUs only."""
+    torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+def adds_products_in_fp32(device: torch.device) -> bool:
+    """Return whether ``add_product`` works and is right on a device."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in ((32, 64), (64, 48)))
+    total = torch.ones(32, 48, device=device)
+    try:
+        add_product(total, a, b)
+    except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError; TypeError: a torch without the argument
+        return False
+    return torch.allclose(total, 1 + a.float() @ b.float(), rtol=1e-2, atol=1e-2)
+
+
 class _Gradients:
     """The gradients of x and of the weight, filled tile by tile.
 
@@ -96,7 +117,9 @@ class _Gradients:
         dw: [v/tp, h], or None when the weight needs no gradient. At least fp32, because it is a sum over all tokens.
     """
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor, needs_x: bool, needs_weight: bool):
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, needs_x: bool, needs_weight: bool,
+                 products_in_fp32: bool):
+        self.products_in_fp32 = products_in_fp32
         wide = torch.promote_types(x.dtype, torch.float32)
         self.weight, self.is_fp16 = weight, x.dtype == torch.float16
         self.dx = torch.empty_like(x, dtype=wide if self.is_fp16 else x.dtype) if needs_x else None
@@ -114,11 +137,12 @@ class _Gradients:
         if self.is_fp16:
             self._add_fp16(gradient, x_tile, rows)
             return
-        gradient = gradient.to(x_tile.dtype)
         if self.dx is not None:
             self.dx[rows] = gradient @ self.weight
         if self.dw is not None and self.dw.dtype == x_tile.dtype:
             self.dw.addmm_(gradient.t(), x_tile)
+        elif self.dw is not None and self.products_in_fp32:
+            add_product(self.dw, gradient.t(), x_tile)
         elif self.dw is not None:
             self.dw += gradient.t() @ x_tile
 
@@ -142,10 +166,10 @@ class _Gradients:
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
-                vocab_size: int, tile: int) -> torch.Tensor:
+                vocab_size: int, tile: int, products_in_fp32: bool) -> torch.Tensor:
         tokens, targets = x.flatten(0, -2), labels.flatten()
         loss = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        gradients = _Gradients(tokens, weight, *ctx.needs_input_grad[:2])
+        gradients = _Gradients(tokens, weight, *ctx.needs_input_grad[:2], products_in_fp32)
         for first in range(0, len(tokens), tile):
             rows = slice(first, min(first + tile, len(tokens)))
             losses, gradient = losses_and_gradient(tokens[rows] @ weight.t(), targets[rows], region, vocab_size)
@@ -168,11 +192,11 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         ctx.scaled_by = grad
         dx = None if dx is None else dx.mul_(factor).to(x_dtype).view(ctx.shape)
         dw = None if dw is None else dw.mul_(factor).to(weight_dtype)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
 def linear_cross_entropy_sum(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, region: TensorRegion,
-                             vocab_size: int, *, tile: int = 0) -> torch.Tensor:
+                             vocab_size: int, *, tile: int = 0, products_in_fp32: bool = False) -> torch.Tensor:
     """Return the sum of the cross-entropies of ``x @ weight.T``; both gradients are formed in the forward pass.
 
     Args:
@@ -180,11 +204,13 @@ def linear_cross_entropy_sum(x: torch.Tensor, weight: torch.Tensor, labels: torc
         weight: [v/tp, h]
         labels: int64 [b, t], -100 where there is nothing to predict; equal on all tp ranks.
         tile: tokens whose logits exist at once; 0 leaves the choice to ``layout.tiles``.
+        products_in_fp32: whether ``adds_products_in_fp32`` on this device. Without it the weight's gradient of each
+            tile is written, read again and added in a pass of its own.
     Returns:
         a scalar in at least fp32, equal on all tp ranks
     """
     tile = tile or loss_tile(len(weight), on_cpu=x.device.type == "cpu")
-    return _LinearCrossEntropySum.apply(x, weight, labels, region, vocab_size, tile)
+    return _LinearCrossEntropySum.apply(x, weight, labels, region, vocab_size, tile, products_in_fp32)
 
 
 @torch.no_grad()

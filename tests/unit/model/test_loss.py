@@ -111,3 +111,17 @@ def test_logits_never_exist_beyond_a_tile(monkeypatch: pytest.MonkeyPatch) -> No
     x, weight, labels = inputs()
     linear_cross_entropy_sum(x, weight, labels, ONE_RANK, 10, tile=5).backward()
     assert seen == [(5, 12)] * 3 + [(3, 12)]
+
+
+def test_the_weights_gradient_is_summed_by_products_that_return_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU torch has no such product, so one that widens its factors stands for it."""
+    assert not loss_module.adds_products_in_fp32(torch.device("cpu"))
+    monkeypatch.setattr(loss_module, "add_product", lambda total, a, b: total.addmm_(a.float(), b.float()))
+    assert loss_module.adds_products_in_fp32(torch.device("cpu"))
+    gradients = []
+    for products_in_fp32 in (False, True):
+        x, weight, labels = inputs(torch.bfloat16)
+        loss = linear_cross_entropy_sum(x, weight, labels, ONE_RANK, 10, tile=4, products_in_fp32=products_in_fp32)
+        gradients.append(torch.autograd.grad(loss, (x, weight)))
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    torch.testing.assert_close(gradients[0][1].float(), gradients[1][1].float(), rtol=0.02, atol=0.02)
