@@ -118,9 +118,10 @@ def _rotated_as_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inter
     """Return what ``_rotate`` does, as an expression that ``torch.compile`` makes one kernel of."""
     width = 2 * cos.shape[-1]
     a, b = _pairs(x[..., :width].to(cos.dtype), interleaved)
-    turned = (a * cos - sign * b * sin, b * cos + sign * a * sin)
+    # Each half is cast before they are joined, because the compiler may write what is joined to memory.
+    turned = ((a * cos - sign * b * sin).to(x.dtype), (b * cos + sign * a * sin).to(x.dtype))
     joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return torch.cat((joined.to(x.dtype), x[..., width:]), dim=-1) if width < x.shape[-1] else joined.to(x.dtype)
+    return torch.cat((joined, x[..., width:]), dim=-1) if width < x.shape[-1] else joined
 
 
 def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,7 @@ import torch
 from megatron_sp.activations.key_values import Past
 from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask, Range
 from megatron_sp.layout.patterns.pieces import PatternPiece, pattern_pieces
+from megatron_sp.model.attention.documents import send
 from megatron_sp.parallel.ring import BlockKernel, merge
 from megatron_sp.parallel.ulysses import Core
 
@@ -191,7 +192,7 @@ class PatternBlocks:
                 asked, seen = asked * self.heads + heads, seen * groups + kv
             step = max(1, KEYS_AT_ONCE // max(t, u))
             for first in range(0, len(asked), step):
-                yield Places(asked[first:first + step].to(device), seen[first:first + step].to(device), causal)
+                yield Places(send(asked[first:first + step], device), send(seen[first:first + step], device), causal)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return a tensor as rows: [b, t, n, d] -> [b*t, n, d], or [b*t*n, 1, d] where heads differ."""
