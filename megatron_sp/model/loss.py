@@ -169,7 +169,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 vocab_size: int, tile: int, products_in_fp32: bool) -> torch.Tensor:
         tokens, targets = x.flatten(0, -2), labels.flatten()
         loss = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        gradients = _Gradients(tokens, weight, *ctx.needs_input_grad[:2], products_in_fp32)
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        gradients = _Gradients(tokens, weight, needs_x, needs_weight, products_in_fp32)
         for first in range(0, len(tokens), tile):
             rows = slice(first, min(first + tile, len(tokens)))
             losses, gradient = losses_and_gradient(tokens[rows] @ weight.t(), targets[rows], region, vocab_size)
