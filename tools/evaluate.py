@@ -225,9 +225,10 @@ def draw(result: dict[str, Any], picture: Path, title: str,
         others: rows by position of other results, by name.
     """
     figure, (left, right) = load_pyplot().subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for key, label, style in (("by_position", f"all {result['documents']} documents", "o-"),
+    own = f"{picture.stem}: " if others else ""
+    for key, label, style in (("by_position", f"{own}all {result['documents']} documents", "o-"),
                               ("by_position_of_long_documents",
-                               f"the {result['long_documents']} that fill {result['seq_length']} tokens", "s--")):
+                               f"{own}the {result['long_documents']} that fill {result['seq_length']} tokens", "s--")):
         rows = result[key]
         if rows and not (key == "by_position" and result["documents"] == result["long_documents"]):
             plot_rows(left, rows, style, label)
