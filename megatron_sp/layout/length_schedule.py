@@ -20,6 +20,8 @@ from megatron_sp.layout.batch_schedule import parse_batch_schedule, parse_tokens
 from megatron_sp.layout.batch_size import BatchSize
 
 _LENGTH = re.compile(r"(\d[\d_]*)([KM]?)", re.IGNORECASE)
+#: More than any sequence has, and little enough for products of two such numbers to fit into 64 bits.
+LONGEST = 10**9
 _LENGTH_FACTORS = {"": 1, "K": 1024, "M": 1024**2}
 
 
@@ -32,7 +34,10 @@ def parse_length(word: str) -> int:
     match = _LENGTH.fullmatch(word.strip())
     if match is None or not int(match[1].replace("_", "")):
         raise ValueError(f"{word!r} is not a length in tokens, such as 8192 or 8K")
-    return int(match[1].replace("_", "")) * _LENGTH_FACTORS[match[2].upper()]
+    length = int(match[1].replace("_", "")) * _LENGTH_FACTORS[match[2].upper()]
+    if length > LONGEST:
+        raise ValueError(f"{word!r} is more than {LONGEST:,} tokens")
+    return length
 
 
 def parse_length_schedule(words: Sequence[str]) -> tuple[tuple[int, int], ...]:

@@ -55,6 +55,8 @@ def check_required(run: Run) -> list[str]:
     needed = {"--num-layers": run.model.num_layers, "--hidden-size": run.model.hidden_size,
               "--num-attention-heads": run.model.num_attention_heads, "--seq-length": run.data.seq_length,
               "--lr": run.schedule.lr}
+    if run.data.seq_length_schedule:        # it says how long sequences are, or is reported itself
+        del needed["--seq-length"]
     return [f"{flag} is required." for flag, value in needed.items() if not value]
 
 

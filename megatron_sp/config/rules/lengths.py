@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.batch_schedule import parse_batch_schedule
 from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.layout.length_schedule import parse_length_schedule, phases, run_of_length
 
@@ -57,7 +58,7 @@ def check_phases(run: Run, rules: Sequence[Rule]) -> list[str]:
     Args:
         rules: return the problems of a run of one length.
     """
-    if not run.data.seq_length_schedule or check_length_schedule(run):
+    if not run.data.seq_length_schedule or check_length_schedule(run) or not _can_be_scaled(run):
         return [problem for rule in rules for problem in rule(run)]
     lengths = [length for _, length in parse_length_schedule(run.data.seq_length_schedule)]
     chosen = run.data.seq_length_phase or len(lengths)
@@ -69,6 +70,15 @@ def check_phases(run: Run, rules: Sequence[Rule]) -> list[str]:
             problems = problems or _of_phase(run, number, lengths, rule)
         found += problems
     return found
+
+
+def _can_be_scaled(run: Run) -> bool:
+    """Return whether batch sizes can be counted in shorter sequences: whether their schedule can be read."""
+    try:
+        parse_batch_schedule(run.train.step_batch_size_schedule)
+    except ValueError:
+        return False
+    return True
 
 
 def _of_phase(run: Run, number: int, lengths: Sequence[int], rule: Rule) -> list[str]:

@@ -219,7 +219,10 @@ def test_length_schedules(extra, world, part):
 
 def test_phases_need_a_schedule():
     assert one("--seq-length-phase 1") == "--seq-length-phase 1 needs --seq-length-schedule."
-    assert "is required" in one("", base=BASE.replace("--seq-length 128", "") + " --train-iters 10")
+    without = BASE.replace("--seq-length 128", "") + " --train-iters 10"
+    assert "--seq-length is required" in one("", base=without)
+    assert "'16:1K' does not lengthen" in one("--seq-length-schedule 0:1K 16:1K", base=without)
+    assert "'0:x' is not TOKENS:SIZE" in one("--step-batch-size-schedule 0:x", base=GROWS)
 
 
 def test_length_schedules_that_are_right():

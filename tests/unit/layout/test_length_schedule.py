@@ -24,6 +24,7 @@ def test_lengths_count_in_1024_and_tokens_in_1000() -> None:
     ("0:8K 10B", "'10B' is not TOKENS:LENGTH"),
     ("0:8B", "'8B' is not a length in tokens"), ("0:0", "'0' is not a length"),
     ("0:8K 1.0005K:16K", "1.0005K is not a whole number of tokens"),
+    ("0:9999999M", "'9999999M' is more than 1,000,000,000 tokens"),
     ("0:8K x:16K", "'x' is not a number of tokens"),
 ])
 def test_a_schedule_that_cannot_be_is_refused(words: str, problem: str) -> None:
