@@ -28,9 +28,11 @@ def load_function(flag: str, spec: str, error_class: type[UserError]) -> Callabl
         error_class: class of the errors.
 
     Raises:
-        error_class: the file cannot be imported, or has no such function.
+        error_class: there is no such file, it cannot be imported, or it has no such function.
     """
     place, name = parts(spec)
+    if place.endswith(".py") and not os.path.isfile(place):
+        raise error_class(f"{flag} {spec}: there is no file {place}.")
     try:
         module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:

@@ -49,7 +49,7 @@ def test_layers() -> None:
     ("--attention-pattern fixed --attention-global-blocks 5", "give at most as many"),
     ("--attention-pattern fixed --attention-local-blocks 0", "--attention-local-blocks 0: must be at least 1"),
     ("--attention-pattern bigbird --attention-random-blocks -1", "--attention-random-blocks -1: must be at least 0"),
-    ("--attention-pattern nowhere.py:f", "nowhere.py cannot be imported"),
+    ("--attention-pattern nowhere.py:f", "there is no file nowhere.py"),
     ("--attention-pattern DIR/own.py:late", "returns 1; blocks that a query may see have the numbers 0 to 0"),
     ("--attention-pattern DIR/own.py:none", "has no function none"),
     ("--attention-pattern longformer --ring-size 2", "is not possible with --ring-size 2")])
