@@ -28,7 +28,8 @@ from megatron_sp.plan.devices import DEVICES, GIB, Device, device_of_flags  # no
 from megatron_sp.plan.lengths import planned_run  # noqa: E402
 from megatron_sp.plan.memory import COMPONENTS, LABELS, predict  # noqa: E402
 from megatron_sp.plan.report import parameters, with_length  # noqa: E402
-from megatron_sp.plan.search import USABLE, Candidate, reason, search  # noqa: E402
+from megatron_sp.plan.search import Candidate, reason, search  # noqa: E402
+from megatron_sp.plan.techniques import USABLE, technique_flags  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 EXAMPLES = """\
@@ -167,7 +168,11 @@ def main(argv: list[str]) -> int:
                         "sequences are; leave one of the two out.")
     if problems:
         raise ConfigError(problems)
-    plans = search(read_base(words), own.devices, device, own.devices_per_node, longest=own.max_seq_length)
+    base = read_base(words)
+    if given := technique_flags(base.memory):
+        print(f"{' '.join(given)}: left out, since this tool chooses the memory techniques; plan with them by "
+              "pretrain_gpt.py --dry-run", file=sys.stderr)
+    plans = search(base, own.devices, device, own.devices_per_node, longest=own.max_seq_length)
     if not plans:
         host = f" and {device.host_memory / GIB:.1f} GiB of host memory" if device.kind == "gpu" else ""
         raise ConfigError(f"no layout of {own.devices} x {device.name} ({device.memory / GIB:.1f} GiB{host} each) fits "

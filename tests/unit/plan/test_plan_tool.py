@@ -14,6 +14,14 @@ def problems_of(line: str) -> list[str]:
     return caught.value.problems
 
 
+def test_techniques_that_are_given_are_named_as_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--devices 1 --model-preset gpt3-1.3b --seq-length 2048 --bf16 --mlp-tile-size 512 --top 1 --json"
+    assert main(line.split()) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("--mlp-tile-size 512: left out") and "--mlp-tile-size" not in shown.out
+    assert '"host_memory": 0' in shown.out
+
+
 def test_a_wrong_device_is_named_with_the_flags_that_were_given() -> None:
     [problem] = problems_of("--device A10 --model-preset llama3-8b")
     assert problem.startswith("--device: 'A10' is not one of") and "--device-memory 24GB" in problem

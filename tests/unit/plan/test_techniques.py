@@ -51,6 +51,14 @@ def test_what_is_chosen_fits_and_everything_cheaper_does_not(length: int) -> Non
     assert not any(H100.holds(predict(each, device="gpu"), USABLE) for each in cheaper)
 
 
+def test_as_few_layers_as_fit_are_recomputed() -> None:
+    run, _ = chosen("--seq-length 131072")
+    memory = run.memory
+    assert memory.recompute_method == "block" and memory.recompute_num_layers > 1
+    fewer = replace(run, memory=replace(memory, recompute_num_layers=memory.recompute_num_layers - 1))
+    assert not H100.holds(predict(fewer, device="gpu"), USABLE)
+
+
 def test_chunks_that_would_only_fill_a_pipeline_are_left_to_the_user() -> None:
     flags = "--seq-length 16384 --ulysses-size 1 --pipeline-model-parallel-size 8 --zero-stage 1 --global-batch-size 1"
     base = planned(flags)
