@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Count what a layer, the ends of the model and an optimizer step cost on a GPU; no GPU is needed.
+"""Count what a layer, embedding with output layer and loss, and an optimizer step cost on a GPU; no GPU is needed.
 
     python benchmarks/traffic.py --json traffic.json
 

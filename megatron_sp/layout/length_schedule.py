@@ -1,12 +1,14 @@
 """``--seq-length-schedule "0:8K 10B:32K 20B:128K"``: sequence lengths that grow with the tokens consumed.
 
-Everything that a run counts, it counts in samples of ``--seq-length`` tokens, the longest length: global batch size,
-consumed samples, learning-rate schedule. In a phase with shorter sequences each sample is cut into equal parts, and
-each part is a sequence of its own. So a step has the same number of tokens in all phases::
+A run counts in samples of ``--seq-length`` tokens, the longest length: global batch size, consumed samples and
+learning-rate schedule. In a phase with shorter sequences each sample is cut into equal parts, and
+each part is a sequence of its own. So a step has the same number of tokens in all phases. For the schedule "0:8K
+64K:16K 128K:32K", each dot a sequence::
 
-    samples         | 0             | 1             | 2             | 3             | ...
-    phase 1, 8K     | . . . . . . . . . . . . . . . . |    the parts of samples 0 and 1, in random order
-    phase 2, 32K                                    |   .   .   .   .   |   .   .   .   .   |  samples 2 and 3
+    samples of 32K  | 0             | 1             | 2             | 3             | 4             | ...
+    phase 1, 8K     | .   .   .   . | .   .   .   . |              the parts of samples 0 and 1, in random order
+    phase 2, 16K                                    | .       .     | .       .     |         those of samples 2 and 3
+    phase 3, 32K                                                                    | .             | whole samples
 """
 
 from __future__ import annotations

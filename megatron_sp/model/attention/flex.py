@@ -1,12 +1,15 @@
 """Attention under a pattern of blocks by torch's FlexAttention, for GPUs.
 
 FlexAttention compiles a kernel that visits the blocks that tables name. The tables are made from the lists of the
-pattern: for each block of queries the blocks of keys, and for backward the reverse. So nothing of the size of the
-sequence squared exists, as it would in the tables that torch makes from a function of two positions::
+pattern: for each block of queries the blocks of keys, and for backward the reverse. No mask of s x s tokens is formed,
+as torch does when it makes the tables from a function of two positions::
 
     block of queries      0     1     2     3
     partial (causal)      0     1     2     3         the own block
     full                  -     0     1     0 2       the earlier ones
+
+A table has as many columns as its longest list. So the table for backward has (s/B)^2 numbers where all later blocks
+see one block, as they do under ``longformer``.
 
 Letters: s tokens, B tokens of a block, H heads of the tables (1 where all heads see the same).
 """
@@ -41,9 +44,9 @@ def block_mask(mask: AttentionMask, heads: int, tokens: int, device: torch.devic
 
     Args:
         heads: query heads that attention is given.
-        tokens: s
-        trim: give the tables as many columns as the longest list needs; otherwise s/B columns, which kernels for CPUs
-            expect.
+        tokens: s.
+        trim: give each table only as many columns as its longest list needs. Otherwise tables have s/B columns, which
+            kernels for CPUs expect.
     """
     pattern = mask.pattern
     assert pattern is not None
@@ -89,8 +92,9 @@ class FlexAttention:
     """Attention under a pattern to whole sequences: (q [b, s, n, d], k, v [b, s, g, d], mask) -> o [b, s, n, d].
 
     Args:
-        otherwise: attends where documents end inside blocks, and where blocks are no multiple of ``TILE`` tokens.
-        kernel: FlexAttention, compiled. Not compiled it would form all probabilities, and see all earlier keys.
+        otherwise: attends where sequences hold several documents, and where a block is no multiple of ``TILE`` tokens.
+        kernel: FlexAttention, compiled. Not compiled, it would form the probabilities of all pairs, and
+            apply only ``causal``, so that queries would see all earlier keys.
     """
 
     description = "FlexAttention (blocks of the pattern)"
@@ -114,7 +118,9 @@ class FlexAttention:
 
 def passes_flex_trial(attend: Windowed, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int,
                       kv_heads: int) -> bool:
-    """Return whether FlexAttention is right under a small pattern, forward and backward. It takes a minute to compile.
+    """Return whether FlexAttention equals unfused attention under a small pattern, forward and backward.
+
+    Compiling the kernel takes a minute.
 
     Args:
         attend: a ``FlexAttention``.
