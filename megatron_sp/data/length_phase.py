@@ -7,7 +7,7 @@ import numpy as np
 from megatron_sp.data.gpt_dataset import Dataset, check_window, unlabelled
 from megatron_sp.layout.length_schedule import Phase
 
-#: Parts that are shuffled together. So many numbers fit into memory beside anything, and neighbours end up far apart.
+#: Number of parts that are shuffled together. Their order takes 8 MiB of memory.
 SHUFFLED = 1 << 20
 
 
@@ -17,7 +17,7 @@ class LengthPhaseDataset:
     The sequences ``[first x parts, stop x parts)`` of the phase are exactly the parts of the samples ``[first, stop)``.
     So each token of these samples is read once, and the next phase goes on with sample ``stop``. Parts are shuffled
     within blocks of about a million; the order depends on seed, phase and block alone, so that a run can be resumed
-    anywhere. Sequences outside of the phase keep their places, because a batch that is read ahead may hold some.
+    anywhere. Sequences outside of the phase are not shuffled; a batch that is read ahead may contain some.
 
     Args:
         dataset: has samples of ``phase.parts x phase.length`` tokens.

@@ -38,7 +38,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Needle:
-    """A needle as token ids: in the text the question is followed by the answer, at its end it stands alone."""
+    """A needle as token ids: question and answer are hidden in the text, and the question comes again at its end."""
 
     question: tuple[int, ...]
     answer: tuple[int, ...]
@@ -59,7 +59,7 @@ def hide(haystack: Sequence[int], needle: Needle, length: int, depth: float | No
 
     Args:
         haystack: at least ``length`` tokens.
-        length: tokens of the whole text, answer included; at least ``needle.least_length``.
+        length: tokens of the whole text, the answer at its end included; at least ``needle.least_length``.
         depth: where the needle is, from 0 (at the start) to 1 (just before the question); None: it is left out, and
             the text has as much more of the haystack.
     """
@@ -114,9 +114,9 @@ class Cell:
 
 def grid(model: nn.Module, trials: Sequence[tuple[Needle, Sequence[int]]], lengths: Sequence[int],
          depths: Sequence[float], vocab_size: int, chunk: int = 0) -> Iterator[Cell]:
-    """Yield the scores of all lengths and depths, and for each length the one without a needle first.
+    """Yield for each length the score of a text without a needle, then the scores of all depths.
 
-    The probability without a needle says what the model would guess.
+    The score without a needle says how well the model guesses.
 
     Args:
         trials: needles, each with its haystack of at least the longest length.

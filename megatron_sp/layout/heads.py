@@ -129,10 +129,10 @@ class HeadSplit:
         return min(stop - start for start, stop in self.ulysses_query)
 
     def can_cut_keys(self, count: int) -> bool:
-        """Return whether the exchanges of ``count`` groups of ``in_groups`` send no more than one group's.
+        """Return whether the ``count`` groups of ``in_groups`` together send no more than one exchange of all heads.
 
-        Then each rank has a query head of each group, and no key/value head is needed by two groups, which would send
-        it twice.
+        So each rank must have a query head in each group, and no two groups may need the same key/value head, which
+        would then be sent twice.
         """
         parts = self.in_groups(count)
         return sum(part.heads_sent for part in parts) == self.heads_sent and all(

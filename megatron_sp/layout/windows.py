@@ -76,8 +76,8 @@ def layer_windows(model: Model) -> tuple[int, ...]:
 def layer_names(model: Model) -> tuple[str, ...]:
     """Return for each layer the value of ``--attention-pattern`` that holds for it.
 
-    ``--attention-pattern-per-layer`` names one after another, again and again. Otherwise the layers that
-    ``--window-attn-skip-freq`` calls global are causal.
+    The words of ``--attention-pattern-per-layer`` go to the layers in order, and after the last word the first comes
+    again. Without that flag, the layers that ``--window-attn-skip-freq`` calls global are causal.
     """
     layers, several = model.num_layers, model.attention_pattern_per_layer
     if several:

@@ -64,7 +64,8 @@ def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit)
         overlap = overlap or 1  # each group would keep the same keys and values for later chunks
     wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap, compiled=run.train.compile)
     if run.train.compile and (run.data.reset_attention_mask or any(layer_windows(run.model)) or patterns):
-        # Documents differ in each microbatch, so each would compile anew; windows and patterns are many small calls.
+        # Documents differ in each microbatch, so Dynamo would compile for each. Windows and patterns make many small
+        # calls.
         wrapped = torch.compiler.disable(wrapped)
     return AttentionPlan(heads, wrapped, first_query_head(heads, mesh))
 

@@ -73,7 +73,8 @@ def choose_kernels(run: Run, device: torch.device) -> Kernels:
 def try_flex(run: Run, otherwise: PatternAttention, device: torch.device, dtype: torch.dtype) -> FlexAttention | None:
     """Return FlexAttention if it computes right here with the run's heads in each group, else None.
 
-    A compiled layer would not compile it once more, so it is for layers that are not compiled.
+    FlexAttention brings its own compiled kernel, and has to be called outside of compiled layers. So this is only for
+    runs without ``--compile``.
     """
     flex = FlexAttention(otherwise)
     share = run.model.num_attention_heads // run.model.num_query_groups

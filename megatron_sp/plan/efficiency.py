@@ -1,7 +1,7 @@
 """``--memory-efficiency auto``: turn on the memory techniques that a run needs on its devices, and say why.
 
-``plan.techniques`` finds the combination that costs least. What is printed goes through its techniques one by one, each
-with the predicted peak before and after, so that the reader sees what each of them saves.
+``plan.techniques`` finds the combination that costs least. The report lists its techniques one by one, each with the
+predicted peak before and after it, so that the reader sees what each of them saves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AUTO = "--memory-efficiency auto"
 #: Fields that are turned on together -> why a run wants them.
 WHY = {
     ("recompute_granularity", "recompute_method", "recompute_num_layers"):
-        "backward computes what recomputed layers do not keep again",
+        "recomputed layers keep less, and backward computes the rest again",
     ("mlp_tile_size",): "feed-forward activations exist for one tile of tokens",
     ("attention_head_groups",): "attention's working memory exists for one group of heads",
     ("sequence_chunk_size",): "activations exist for one chunk of the sequence",
@@ -48,7 +48,7 @@ def choose_techniques(run: Run, device: Device, devices_per_node: int) -> tuple[
         device: what every process has.
 
     Raises:
-        ConfigError: no combination fits; with what would.
+        ConfigError: no combination fits. The message says what would.
     """
     if run.data.seq_length_schedule:
         chosen, lines = choose_techniques(planned_run(run), device, devices_per_node)

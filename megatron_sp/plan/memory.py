@@ -206,7 +206,7 @@ class _Rank:
         fetched = e * self.output if output and self.shard > 1 else 0.0  # the buffer of the all-gather
         if parallel.pp > 1:  # all stay gathered from the first microbatch to the last
             return e * self.parameters
-        if parallel.zero_stage < 3 and self.backwards > 1:  # likewise; nothing is being gathered any more
+        if parallel.zero_stage < 3 and self.backwards > 1:  # all stay gathered too; no gather is running
             return e * self.parameters
         if parallel.zero_stage < 3:
             return e * (ends + layers * w.layer + (0 if w.is_tied or not layers else self.embedding)) + fetched

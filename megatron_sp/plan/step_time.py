@@ -34,7 +34,7 @@ class Assumptions:
         compute: of the device's peak FLOP/s, in matrix products and attention together.
         link: of a link's bandwidth.
         overlap: of the computation that communication can run beside.
-        host_update: bytes/s that a device's share of the host reads and writes in an optimizer's update, no share.
+        host_update: not a share but bytes/s: what the host reads and writes for one device in an optimizer's update.
     """
 
     compute: float = 0.5

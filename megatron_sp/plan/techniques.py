@@ -25,7 +25,7 @@ MLP_TILE = {"gpu": 8192, "cpu": 1024}
 #: Tokens per rank of a chunk of the sequence. Fewer would not keep a device busy.
 CHUNK_TOKENS = {"gpu": (65536, 32768, 16384, 8192), "cpu": (8192, 4096, 2048, 1024, 512)}
 
-#: The fields that turn techniques on, each with its flag, in the order in which people read about them.
+#: The fields that turn techniques on, each with its flag, in the order in which messages list them.
 FLAGS = {"recompute_granularity": "--recompute-granularity", "recompute_method": "--recompute-method",
          "recompute_num_layers": "--recompute-num-layers", "mlp_tile_size": "--mlp-tile-size",
          "attention_head_groups": "--attention-head-groups", "sequence_chunk_size": "--sequence-chunk-size",
@@ -138,7 +138,10 @@ def _chunk_sizes(run: Run, kind: str, any_length: bool) -> tuple[int, ...]:
 
 
 def _order(priced: tuple[StepTime, Run], shortest: float) -> tuple[float, int, int]:
-    """Return what candidates are sorted by: step time within 0.1% of the shortest, number of techniques, chunks."""
+    """Return the sort key of a candidate: step time in steps of 0.1% of the shortest, number of techniques, chunks.
+
+    So of equally fast candidates the one with fewer techniques comes first, then the one with larger chunks.
+    """
     time, run = priced
     return (round(time.total / max(shortest, 1e-9), 3), count(run.memory), -run.memory.sequence_chunk_size)
 

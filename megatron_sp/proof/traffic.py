@@ -78,7 +78,7 @@ class Traffic(TorchDispatchMode):
         launched: how often each operator ran that launches a kernel; collectives are counted apart.
         read, written: bytes that operators other than matrix products and attention read and write, by operator.
         collectives: how often each collective ran.
-        sent: bytes of the whole tensor of each collective: that before a reduce-scatter, that after an all-gather.
+        sent: bytes of the whole tensor of each collective: its size before a reduce-scatter, and after an all-gather.
         crossings: operators that copy between host and device. On the "meta" device a read of a value by the host is
             an error, and ``torch.tensor(numbers, device="meta")`` copies nothing and is not seen.
     """

@@ -12,7 +12,7 @@ from megatron_sp.plan.devices import DEVICES, Device, device_like
 from megatron_sp.plan.efficiency import choose_techniques
 from megatron_sp.plan.machine import node_memory
 
-#: Devices of a node where neither the launcher nor a flag says.
+#: Devices of a node, assumed where neither the launcher nor a flag gives their number.
 USUAL_DEVICES_PER_NODE = 8
 
 
@@ -36,10 +36,10 @@ def with_needed_techniques(run: Run, device: torch.device, local_world_size: int
 
 
 def measure(run: Run, device: torch.device, processes: int) -> Device:
-    """Return what this rank can use; the sizes that flags give count in place of what the machine says.
+    """Return the memory that this rank can use. Sizes that flags give replace what the machine reports.
 
     Args:
-        processes: how many of this node share its host memory.
+        processes: number of processes that share the node's host memory.
     """
     flags, name = run.memory, "CPU"
     node = (parse_size(flags.host_memory) if flags.host_memory else node_memory()) // processes

@@ -33,9 +33,9 @@ CLIP_EPSILON = 1e-6
 class AdamW(torch.optim.AdamW):
     """torch's fused AdamW, computed on this rank's elements of DTensors as on plain tensors.
 
-    torch's own class would give the DTensors to the fused operator. DTensor then looks for the sharding of the result
-    anew in every step, because the learning rate is part of what it remembers a sharding by. The parameters and the
-    states, by parameter, are the same as those of torch's class.
+    torch's own class would give the DTensors to the fused operator. DTensor caches the sharding of a result by the
+    operator's arguments. The learning rate is one of them and changes, so DTensor would derive the sharding again in
+    every step. The constructor's arguments and the states of each parameter are those of torch's class.
     """
 
     @torch.no_grad()

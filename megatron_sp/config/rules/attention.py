@@ -90,7 +90,7 @@ def _blocks(run: Run) -> list[str]:
             found += problems_of(pattern, model.num_attention_heads, -(-length // pattern.block))
     if patterns and run.parallel.ring > 1:
         found.append(f"--attention-pattern {' '.join(dict.fromkeys(_named(model)))} is not possible with --ring-size "
-                     f"{run.parallel.ring}: the blocks of keys that visit a rank are not those of the pattern. Use "
+                     f"{run.parallel.ring}: a ring passes on fixed shares of the keys, not the pattern's blocks. Use "
                      "--ulysses-size, whose ranks share the work equally.")
     return found
 

@@ -1,14 +1,14 @@
 """The patterns themselves. Positions are counted in blocks of tokens; all patterns are causal.
 
-A query sees all keys of the earlier blocks that its own block lists, and in its own block the keys up to itself. So a
-pattern is a list of earlier blocks for each block of queries, and nothing of the size of the sequence squared exists.
-Block 7 of the queries, with 2 local blocks and 1 global block (#: sees)::
+A query sees all keys of the earlier blocks that the pattern lists for its block, and in its own block the keys up to
+itself. So a pattern needs only a list of earlier blocks for each block of queries, and no table of all pairs of tokens.
+What block 7 of the queries sees (#), with 2 local blocks and 1 global block::
 
     block of keys       0 1 2 3 4 5 6 7
     longformer          #           # #     the first blocks, and the nearest ones
     bigbird             #   #       # #     and some at random
-    fixed                 #   #   # # #     the nearest window's, and the last block of each window before
-    strided, stride 3     #     #   # #     the nearest ones, and every third before
+    fixed                 #   #   # # #     its own window of 2, and the last block of each earlier window
+    strided, stride 3     #     #   # #     the nearest ones, and those 3, 6, ... blocks before
 
 What a block of queries sees does not depend on the length of the sequence, so the parts of a sequence that is computed
 in chunks, and texts of other lengths, see the same.
@@ -204,7 +204,7 @@ class Own(BlockPattern):
 
 
 def pairs_in_pattern(pattern: BlockPattern, heads: Sequence[int], start: int, stop: int) -> float:
-    """Return how many pairs of query and key a range of tokens has among itself, as a mean over heads.
+    """Return how many pairs of a query and a key in a range of tokens a pattern allows, as a mean over heads.
 
     Args:
         heads: numbers of query heads within the model.

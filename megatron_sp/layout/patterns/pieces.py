@@ -1,10 +1,10 @@
 """Cut attention under a pattern of blocks into parts that every kernel can compute.
 
-A block of queries takes two parts: attention to all keys of the earlier blocks that it sees, and causal attention to
-itself. Where a document begins inside a block, or the queries are a chunk that does, the parts are smaller::
+Attention of a block of queries has two parts: attention to all keys of the earlier blocks that it sees, and causal
+attention to itself. Where a document or a chunk begins inside the block, the parts are smaller::
 
     block of keys       0       1       2
-    queries of block 2  #               c         #: all pairs, of all earlier blocks in one part    c: causal
+    queries of block 2  #               c         #: all pairs; one part for all earlier blocks    c: causal
 
 Pure arithmetic.
 """
@@ -19,7 +19,7 @@ from megatron_sp.layout.attention_mask import AttentionMask, Range
 
 @dataclass(frozen=True)
 class PatternPiece:
-    """Queries that see all keys of some ranges, or if ``causal`` each other up to themselves.
+    """Queries, and the keys that they see: all keys of some ranges, or if ``causal`` the queries' own tokens.
 
     Attributes:
         queries: half-open range of positions in the sequence.

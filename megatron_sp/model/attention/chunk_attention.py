@@ -34,8 +34,9 @@ class ChunkAttention:
         kernel: attends to one chunk of keys; takes the rank's heads as they are.
         with_dropout: a core that drops probabilities, and is given all keys at once.
         first_head: number, within the model, of the first query head; tells this group of heads from others.
-        for_patterns: the kernel without what makes it take the rank's heads, and for each query head the index of its
-            key/value head, () where they form equal groups. Default: ``kernel``, which takes equal groups.
+        for_patterns: for patterns of blocks, which select the key/value head of a query head themselves: the kernel
+            without the wrapper that does so, and for each query head the index of its key/value head, () where query
+            heads form equal groups. Default: ``kernel``, with equal groups.
     """
 
     def __init__(self, core: Core, kernel: BlockKernel, with_dropout: Core, first_head: int,

@@ -128,8 +128,8 @@ class Places(NamedTuple):
 class PatternBlocks:
     """Attention of some queries to one block of keys after another, as ``chunk_attention.Blocks``, under a pattern.
 
-    A row of the tensors that the kernel is given is a token with all its heads, [n, d], where all heads see the same
-    blocks. Otherwise it is a token's head, [1, d].
+    Pieces are gathered by rows. Where all heads see the same blocks, a row is a token with all its heads, [n, d].
+    Otherwise a row is one head of a token, [1, d].
 
     Args:
         queries: positions of the queries in the sequence.
@@ -160,7 +160,7 @@ class PatternBlocks:
         return found
 
     def visible(self, past: Past) -> dict[int, Parts]:
-        """Return the parts of each earlier chunk of which the pattern allows some keys, by its number."""
+        """Return the numbers of the earlier chunks in which the queries see keys, each with its parts."""
         found: dict[int, Parts] = {}
         for piece, row, head in self._pieces((0, past.first_token)) if past.first_token else ():
             for number, part in piece.by_chunk(past.size):
@@ -170,7 +170,7 @@ class PatternBlocks:
         return dict(sorted(found.items()))
 
     def _places(self, parts: Parts, groups: int, device: torch.device) -> Iterator[Places]:
-        """Yield the places of all pieces, a limited number of pieces of one size at a time. No query is there twice.
+        """Yield the places of all pieces, a limited number of one size at a time. A query occurs at most once in each.
 
         Args:
             groups: key/value heads of the block of keys.
@@ -225,7 +225,7 @@ class PatternBlocks:
             found = self.kernel.backward(row_grad[asked], row_q[asked], row_k[seen], row_v[seen], row_o[asked],
                                          row_lse[asked].transpose(1, 2).contiguous(), places.causal)
             for total, where, part in zip(totals, (asked, seen, seen), found):
-                # Several pieces of a call may see the same key, so what they send to it is added.
+                # Several pieces of a call may see the same key, so their gradients of that key are added.
                 total.index_add_(0, where.flatten(), part.to(total.dtype).flatten(0, 1))
         return dk, dv
 

@@ -57,7 +57,9 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_que
         q: [b, t, n, d], the queries from position ``first_query`` on.
         k, v: [b, s', g, d], the keys from position 0 on.
         first_keys: [b, t], the first position that each query sees, on the device of q; default: 0.
-        hidden: bool [n, t, s'], which keys each query of each head does not see; default: it sees all of the above.
+        hidden: bool [n, t, s'], True for keys that a query of a head must not see, in addition to the rules above;
+            default: none.
+
     Returns:
         o [b, t, n, d] and the log-sum-exp [b, n, t], at least fp32
     """
