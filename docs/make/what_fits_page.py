@@ -78,7 +78,8 @@ has Llama-3-8B's shape. `A100-40` has 40 GiB, `H100` 80 GiB, `H200` 141 GB. A st
 OUTRO = """
 How to read it: on one GPU the fp32 weights, gradients and Adam's states of the 8B model are in host memory (16
 bytes a parameter, 120 GiB), and the rest of the host limits the length: layer inputs wait there, or keys and values
-of a sequence in chunks. Of flags that reach the same length the faster ones are shown.
+of a sequence in chunks. Where several sets of flags reach the same length, the fastest
+is shown.
 
 A million tokens of the 1.2B model took the authors of the [paper](https://arxiv.org/abs/2309.14509) 64 GPUs of 40
 GB; here the plan needs 8.
