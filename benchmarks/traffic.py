@@ -33,6 +33,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from megatron_sp import runtime  # noqa: E402
+from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.output_files import complete_file  # noqa: E402
 from megatron_sp.proof.traffic import Traffic, gpu_kernels  # noqa: E402
 
@@ -342,6 +343,23 @@ def one_process() -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse sizes of which no layer can be made.
+
+    Raises:
+        ConfigError: naming every one of them.
+    """
+    problems = [f"--{name.replace('_', '-')} {value} must be at least 1." for name in (
+        "hidden", "heads", "kv_heads", "ffn", "vocab", "tokens", "layers") if (value := getattr(arguments, name)) < 1]
+    hidden, heads, kv_heads = arguments.hidden, arguments.heads, arguments.kv_heads
+    if not problems and hidden % (2 * heads):
+        problems.append(f"--hidden {hidden} is not a multiple of 2 x --heads {heads}: the width of a head must be even.")
+    if not problems and heads % kv_heads:
+        problems.append(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}.")
+    if problems:
+        raise ConfigError(problems)
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, meaning in (
@@ -353,6 +371,7 @@ def main(argv: list[str]) -> int:
                         help="layers of the small model of the optimizer step (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     arguments = parser.parse_args(argv)
+    check(arguments)
     shape = Shape(arguments.hidden, arguments.heads, arguments.kv_heads, arguments.ffn, arguments.vocab,
                   arguments.tokens)
     with one_process():

@@ -13,6 +13,9 @@ from typing import Any
 
 from megatron_sp.errors import UserError
 
+#: What a user's code may raise. It must not end the program either: an exit would look like the end of a good run.
+FAILURES = (Exception, SystemExit)
+
 
 def parts(spec: str) -> tuple[str, str]:
     """Return the file or module, and the function, that a flag names; "" for a missing part."""
@@ -32,10 +35,10 @@ def load_function(flag: str, spec: str, error_class: type[UserError]) -> Callabl
     """
     place, name = parts(spec)
     if place.endswith(".py") and not os.path.isfile(place):
-        raise error_class(f"{flag} {spec}: there is no file {place}.")
+        raise error_class(f"{flag} {spec}: there is no file {place}; give its path from the directory of the run.")
     try:
         module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:
+    except FAILURES as error:
         raise error_class(f"{flag} {spec}: {place} cannot be imported: {in_words(error)}.") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -59,7 +62,11 @@ def _load_file(place: str) -> Any:
     return sys.modules[name]
 
 
-def in_words(error: Exception) -> str:
-    """Return an exception of a user's function with the line where it happened."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+def in_words(error: BaseException) -> str:
+    """Return an exception of a user's function, in one line, with the line of the user's code where it happened."""
+    package = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith((package, "<frozen "))]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if said else ''}{said}{where}"

@@ -41,6 +41,7 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
     sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp import runtime  # noqa: E402
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.errors import ConfigError, DataError  # noqa: E402
 from megatron_sp.output_files import complete_file  # noqa: E402
 from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
@@ -270,8 +271,7 @@ def plot_rows(axis: Any, rows: list[dict[str, Any]], style: str, label: str) -> 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("model")
     group.add_argument("--load", type=Path, required=True, metavar="DIR",
                        help="directory with checkpoints (--save of the training)")
@@ -304,20 +304,28 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse wrong values.
+
+    Raises:
+        ConfigError: naming every one of them.
+    """
+    problems = [f"--{flag.replace('_', '-')} {value} must be at least 1" for flag in (
+        "num_documents", "min_length", "seq_length", "sequence_chunk_size", "original_max_position_embeddings")
+        if (value := getattr(arguments, flag)) is not None and value < 1]
+    if arguments.output.suffix != ".json":
+        problems.append(f"--output {arguments.output} must end in .json")
+    if runtime.launch_environment().world_size > 1:
+        problems.append("evaluate.py runs on one process; start it without torchrun")
+    if (not arguments.rope_scaling_type) != (arguments.original_max_position_embeddings is None):
+        problems.append("--rope-scaling-type and --original-max-position-embeddings need each other")
+    if problems:
+        raise ConfigError(problems)
+
+
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
-    for flag in ("num_documents", "min_length", "seq_length", "sequence_chunk_size",
-                 "original_max_position_embeddings"):
-        value = getattr(arguments, flag)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{flag.replace('_', '-')} {value} must be at least 1")
-    if arguments.output.suffix != ".json":
-        raise ConfigError(f"--output {arguments.output} must end in .json")
-    if runtime.launch_environment().world_size > 1:
-        raise ConfigError("evaluate.py runs on one process; start it without torchrun")
-
-    if bool(arguments.rope_scaling_type) != bool(arguments.original_max_position_embeddings):
-        raise ConfigError("--rope-scaling-type and --original-max-position-embeddings need each other")
+    check(arguments)
     others = read_results(arguments.compare)
 
     from megatron_sp.data.token_files.indexed_dataset import IndexedDataset

@@ -27,6 +27,7 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
     sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp.config.cli.flags import parse  # noqa: E402
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.config.resolve import resolve  # noqa: E402
 from megatron_sp.config.rules.attention import attention_notes, check_attention  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
@@ -149,18 +150,21 @@ def plot(shown: list[Drawing], path: Path) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False, usage="plot_attention.py [-h] [--output FILE.png] FLAGS OF "
-                                                               "pretrain_gpt.py, with --seq-length")
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                        usage="plot_attention.py [-h] [--output FILE.png] FLAGS OF pretrain_gpt.py, with --seq-length")
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="picture to write (default: text only)")
     return parser
 
 
-def read_run(words: list[str]) -> tuple[Run, list[str]]:
+def read_run(words: list[str], output: Path | None = None) -> tuple[Run, list[str]]:
     """Return the run of some flags of a training, with a layer for each pattern and a few heads, and notes.
 
+    Args:
+        words: the flags.
+        output: the picture to write.
+
     Raises:
-        ConfigError: a flag is wrong, or the length is missing.
+        ConfigError: a flag is wrong, the length is missing, or the picture's name is none of a PNG.
     """
     parsed = parse(words, plan=True)
     run = parsed.run
@@ -169,9 +173,11 @@ def read_run(words: list[str]) -> tuple[Run, list[str]]:
                     num_attention_heads=run.model.num_attention_heads or 4)
     run = resolve(replace(run, model=model), 1)
     problems = [*parsed.problems]
-    if run.data.seq_length < 1:
+    if run.data.seq_length < 1 and not any("--seq-length" in problem for problem in problems):
         problems.append("--seq-length N of 1 or more is required: the tokens of a sequence.")
     problems += check_attention(run)
+    if output and output.suffix.lower() != ".png":
+        problems.append(f"--output {output} must end in .png.")
     if problems:
         raise ConfigError(problems)
     return run, attention_notes(run)
@@ -179,7 +185,7 @@ def read_run(words: list[str]) -> tuple[Run, list[str]]:
 
 def main(argv: list[str]) -> None:
     flags, words = build_parser().parse_known_args(argv)
-    run, notes = read_run(words)
+    run, notes = read_run(words, flags.output)
     shown = []
     for number, one in enumerate(drawings(run)):
         if number == MOST:

@@ -71,7 +71,8 @@ class Model:
                                       "frequencies are divided by the factor, fast ones kept, and attention gets a "
                                       "temperature); default: not at all.", choices=("ntk", "yarn"))
     rotary_scaling_factor: float = flag(0.0, "Factor by which --rope-scaling-type lengthens the context; default: "
-                                             "max-position-embeddings / original-max-position-embeddings.")
+                                             "max-position-embeddings / original-max-position-embeddings.",
+                                        "--rotary-scaling-factor", "--yarn-rotary-scaling-factor")
     original_max_position_embeddings: int = flag(
         0, "Longest position of the training before --rope-scaling-type; yarn needs it.",
         "--original-max-position-embeddings", "--yarn-original-max-position-embeddings")

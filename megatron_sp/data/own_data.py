@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_sp.data.gpt_dataset import Dataset, check_window
 from megatron_sp.errors import DataError, UserError
-from megatron_sp.user_function import in_words, load_function
+from megatron_sp.user_function import FAILURES, in_words, load_function
 
 if TYPE_CHECKING:
     from megatron_sp.data.tokenizers.tokenizer import Tokenizer
@@ -220,7 +220,7 @@ def ask_provider(function: Callable[[DatasetRequest], Any], spec: str, request: 
         return function(request)
     except UserError:
         raise
-    except Exception as error:
+    except FAILURES as error:
         raise DataError(f"{FLAG} {spec} failed for the {request.split} set: {in_words(error)}.") from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_sp.config.cli.values import parse_size
+from megatron_sp.config.cli.values import LEAST_MEMORY, parse_size
 from megatron_sp.plan.memory import MemoryPlan
 
 GIB = 1 << 30
@@ -76,7 +76,7 @@ def device_of_flags(name: str, memory: str, host_memory: str = "", per_node: int
     sizes = {"--device-memory": 0, "--host-memory": 0}
     for flag, text in (("--device-memory", memory), ("--host-memory", host_memory)):
         try:
-            sizes[flag] = parse_size(text) if text else 0
+            sizes[flag] = parse_size(text, LEAST_MEMORY) if text else 0
         except ValueError as error:
             problems.append(f"{flag}: {error}.")
     device = DEVICES["H100"]

@@ -72,6 +72,8 @@ class Option:
             return True
         words = parse_words(texts)
         if self.kind == "words":
+            if not words:
+                raise ValueError("no value is given, perhaps an unset shell variable; give one, or leave the flag out")
             return words
         if self.kind == "ints":
             if isinstance(self.nargs, int) and len(words) != self.nargs:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 QUOTES = "'\""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(K|M|G|T)?(i?)B?", re.IGNORECASE)
+#: Bytes that the size of a memory must name.
+LEAST_MEMORY = 10**6
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -54,8 +56,11 @@ def parse_float(text: str) -> float:
     return number
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, least: int = 1) -> int:
     """Return the bytes that a text such as ``80GB`` (10^9), ``40GiB`` (2^30) or ``512MiB`` names.
+
+    Args:
+        least: bytes that it must name. Memories are given ``LEAST_MEMORY``, so that 80 is not read as 80 bytes.
 
     Raises:
         ValueError: with a sentence fragment saying what is expected.
@@ -64,7 +69,10 @@ def parse_size(text: str) -> int:
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"{text!r} is not a size above 0 such as 80GB or 40GiB")
     base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** _POWERS[(match[2] or "").upper()])
+    size = int(float(match[1]) * base ** _POWERS[(match[2] or "").upper()])
+    if size < least:
+        raise ValueError(f"{text!r} is less than {least:,} bytes; give the unit too, such as 80GB or 40GiB")
+    return size
 
 
 def is_number(text: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from megatron_sp.config.schema import Model, Run
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.patterns.blocks import Own
@@ -29,11 +31,16 @@ def check_attention(run: Run) -> list[str]:
         try:
             local = parse_local_layers(model.window_attn_skip_freq)
         except ValueError as error:
-            return [*found, f"--window-attn-skip-freq: {error}."]
+            return [*found, f"--window-attn-skip-freq: {error}.", *_ring(run)]
         if not isinstance(local, int) and model.num_layers > 0 and len(local) != model.num_layers:
             found.append(f"--window-attn-skip-freq {model.window_attn_skip_freq} is a list for {len(local)} layers, "
                          f"and --num-layers is {model.num_layers}; give one number for each layer.")
-    return found or _blocks(run)
+    return (found or _blocks(run)) + _ring(run)
+
+
+def _flag(model: Model) -> str:
+    """Return the flag that names the patterns."""
+    return "--attention-pattern-per-layer" if model.attention_pattern_per_layer else "--attention-pattern"
 
 
 def _named(model: Model) -> tuple[str, ...]:
@@ -44,9 +51,8 @@ def _named(model: Model) -> tuple[str, ...]:
 def _names(model: Model) -> list[str]:
     """Return patterns that do not exist, and flags that name patterns twice."""
     several = model.attention_pattern_per_layer
-    flag = "--attention-pattern-per-layer" if several else "--attention-pattern"
-    found = [f"{flag} {name!r} is not one of {', '.join(PATTERNS)}, and no FILE.py:FUNCTION." for name in _named(model)
-             if name not in PATTERNS and not names_function(name)]
+    found = [f"{_flag(model)} {name!r} is not one of {', '.join(PATTERNS)}, and no FILE.py:FUNCTION."
+             for name in _named(model) if name not in PATTERNS and not names_function(name)]
     said = " ".join(several)
     if several and model.attention_pattern:
         found.append(f"--attention-pattern {model.attention_pattern} and --attention-pattern-per-layer {said} both say "
@@ -64,15 +70,14 @@ def _window(model: Model) -> list[str]:
     """Return a window without its length, and a length without a window."""
     names, window = _named(model), model.window_size
     if "sliding-window" in names:
-        return [] if window else ["sliding-window needs --window-size W beside --attention-pattern: how many tokens a "
-                                  "token attends to, itself included."]
-    flag = "--attention-pattern-per-layer" if model.attention_pattern_per_layer else "--attention-pattern"
-    return [f"{flag} {' '.join(names)} and --window-size {window} contradict each other; keep one of them."
+        return [] if window else [f"{_flag(model)} {' '.join(names)} needs --window-size W: how many tokens a token "
+                                  "attends to, itself included."]
+    return [f"{_flag(model)} {' '.join(names)} and --window-size {window} contradict each other; keep one of them."
             ] if window else []
 
 
 def _blocks(run: Run) -> list[str]:
-    """Return what is wrong with the blocks of patterns, and where patterns cannot be computed."""
+    """Return what is wrong with the blocks of patterns."""
     model = run.model
     found = []
     if "fixed" in _named(model) and model.attention_global_blocks > model.attention_local_blocks:
@@ -88,11 +93,19 @@ def _blocks(run: Run) -> list[str]:
     for pattern in patterns:
         if isinstance(pattern, Own) and length > 0:
             found += problems_of(pattern, model.num_attention_heads, -(-length // pattern.block))
-    if patterns and run.parallel.ring > 1:
-        found.append(f"--attention-pattern {' '.join(dict.fromkeys(_named(model)))} is not possible with --ring-size "
-                     f"{run.parallel.ring}: a ring passes on fixed shares of the keys, not the pattern's blocks. Use "
-                     "--ulysses-size, whose ranks share the work equally.")
     return found
+
+
+def _ring(run: Run) -> list[str]:
+    """Return that patterns of blocks cannot be computed in a ring."""
+    ring, names = run.parallel.ring, _named(run.model)
+    with contextlib.suppress(ValueError):   # of --window-attn-skip-freq, which is reported already
+        names = layer_names(run.model)
+    if ring < 2 or all(name not in BLOCK_PATTERNS and not names_function(name) for name in names):
+        return []
+    names = tuple(dict.fromkeys(_named(run.model)))
+    return [f"{_flag(run.model)} {' '.join(names)} is not possible with --ring-size {ring}: a ring passes on "
+            "fixed shares of the keys, not the pattern's blocks. Use --ulysses-size, whose ranks share the work equally."]
 
 
 def attention_notes(run: Run) -> list[str]:
@@ -105,7 +118,7 @@ def attention_notes(run: Run) -> list[str]:
                      "token sees all tokens before it.")
     elif blocks and length <= model.attention_block_size * model.attention_local_blocks and not any(
             map(names_function, _named(model))):
-        found.append(f"--attention-pattern has no effect at --seq-length {length}: --attention-local-blocks "
+        found.append(f"{_flag(model)} has no effect at --seq-length {length}: --attention-local-blocks "
                      f"{model.attention_local_blocks} of {model.attention_block_size} tokens hold all of it.")
     if blocks and model.window_attn_skip_freq and set(layer_names(model)) == {"causal"}:
         found.append(f"--attention-pattern {model.attention_pattern} has no effect with --window-attn-skip-freq "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_sp.config.cli.values import counted, nearest, nearest_multiples, parse_size
+from megatron_sp.config.cli.values import LEAST_MEMORY, counted, nearest, nearest_multiples, parse_size
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.schedules import SCHEDULES
 
@@ -36,7 +36,8 @@ def check_sizes(run: Run) -> list[str]:
     found = []
     for flag, text in _sizes(run).items():
         try:
-            parse_size(text or "1")
+            if text:
+                parse_size(text, LEAST_MEMORY)
         except ValueError as error:
             found.append(f"{flag}: {error}.")
     return found

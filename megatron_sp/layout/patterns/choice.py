@@ -73,7 +73,8 @@ def pattern_of(model: Model, name: str) -> BlockPattern | None:
                        model.attention_pattern_seed)
     if name == "strided":
         return Strided(block, by_head, local, model.attention_stride or local)
-    return None if name in ("causal", "sliding-window") else own_pattern(name, block)
+    flag = "--attention-pattern-per-layer" if model.attention_pattern_per_layer else "--attention-pattern"
+    return None if name in ("causal", "sliding-window") else own_pattern(flag, name, block)
 
 
 def seen_in_words(model: Model) -> str:

@@ -223,6 +223,12 @@ def test_phases_need_a_schedule():
     assert "--seq-length is required" in one("", base=without)
     assert "'16:1K' does not lengthen" in one("--seq-length-schedule 0:1K 16:1K", base=without)
     assert "'0:x' is not TOKENS:SIZE" in one("--step-batch-size-schedule 0:x", base=GROWS)
+    assert "no value is given" in one("--seq-length-schedule")      # an unset shell variable without quotes
+
+
+@pytest.mark.parametrize("flag, size", [("--device-memory", "80"), ("--host-memory", "0.0000001B")])
+def test_sizes_without_a_unit(flag, size):
+    assert one(f"--memory-efficiency auto {flag} {size}").endswith("give the unit too, such as 80GB or 40GiB.")
 
 
 def test_length_schedules_that_are_right():

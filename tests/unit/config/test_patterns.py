@@ -42,7 +42,7 @@ def test_layers() -> None:
     ("--attention-pattern-per-layer fixed nothing", "--attention-pattern-per-layer 'nothing' is not one of"),
     ("--attention-pattern fixed --window-size 8", "contradict each other; keep one of them"),
     ("--attention-pattern-per-layer fixed causal --window-size 8", "contradict each other; keep one of them"),
-    ("--attention-pattern-per-layer fixed sliding-window", "sliding-window needs --window-size W"),
+    ("--attention-pattern-per-layer fixed sliding-window", "-per-layer fixed sliding-window needs --window-size W"),
     ("--attention-pattern fixed --attention-pattern-per-layer fixed", "both say what layers attend to"),
     ("--attention-pattern-per-layer fixed causal --window-attn-skip-freq 2", "both say which layers are local"),
     ("--attention-pattern-per-layer fixed fixed fixed fixed causal", "names 5 patterns, and --num-layers is 4; leave"),
@@ -50,15 +50,24 @@ def test_layers() -> None:
     ("--attention-pattern fixed --attention-local-blocks 0", "--attention-local-blocks 0: must be at least 1"),
     ("--attention-pattern bigbird --attention-random-blocks -1", "--attention-random-blocks -1: must be at least 0"),
     ("--attention-pattern nowhere.py:f", "there is no file nowhere.py"),
-    ("--attention-pattern DIR/own.py:late", "returns 1; blocks that a query may see have the numbers 0 to 0"),
+    ("--attention-pattern DIR/own.py:late", "returns 1; blocks that a query may see have the whole numbers 0 to 0"),
     ("--attention-pattern DIR/own.py:none", "has no function none"),
+    ("--attention-pattern-per-layer", "--attention-pattern-per-layer: no value is given"),
+    ("--attention-pattern-per-layer causal DIR/own.py:late", "--attention-pattern-per-layer DIR/own.py:late for block"),
     ("--attention-pattern longformer --ring-size 2", "is not possible with --ring-size 2")])
 def test_mistakes_are_one_sentence(flags: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def late(block):\n    return [block + 1]\n")
     with pytest.raises(ConfigError) as error:
         load(flags.replace("DIR", str(tmp_path)), 2 if "ring" in flags else 1)
     (problem,) = error.value.problems
-    assert said in problem and "--" in problem
+    assert said.replace("DIR", str(tmp_path)) in problem and "--" in problem
+
+
+def test_mistakes_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as error:
+        load("--attention-pattern fixed --attention-global-blocks 5 --ring-size 2", 2)
+    assert len(error.value.problems) == 2
+    assert load("--attention-pattern fixed --window-attn-skip-freq [0]*4 --ring-size 2", 2)[1]   # no layer has it
 
 
 @pytest.mark.parametrize("flags, said", [

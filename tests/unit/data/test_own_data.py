@@ -173,6 +173,7 @@ def test_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content, name, said", [
     ("def f(request): pass", "g", "has no function g"), ("f = 3", "f", "has no function f"),
     ("import no_such_package", "f", "cannot be imported: ModuleNotFoundError"), ("def f(", "f", "SyntaxError"),
+    ("raise SystemExit", "f", r"cannot be imported: SystemExit \(.*x.py, line 1\)"),
 ])
 def test_files_that_cannot_be_imported(tmp_path: Path, content: str, name: str, said: str) -> None:
     (tmp_path / "x.py").write_text(content)

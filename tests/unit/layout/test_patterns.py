@@ -116,21 +116,28 @@ def test_work_grows_as_the_patterns_say() -> None:
 
 
 def test_a_function_of_the_users(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
+    path, flag = tmp_path / "own.py", "--attention-pattern"
     path.write_text("def same(block):\n    return [block, 0, block // 2, 0]\n"
                     "def differs(head, block):\n    return {head} if head < block else ()\n"
                     "def late(block):\n    return [block + 1]\ndef wrong(block):\n    return ['x']\n"
                     "import random\ndef unsteady(block):\n    return random.sample(range(block + 1), 1)\n"
-                    "def three(a, b, c):\n    return []\ndef none(block):\n    return None\n")
-    assert own_pattern(f"{path}:same", 8).earlier(3, 9) == [0, 4]
-    ours = own_pattern(f"{path}:differs", 8)
+                    "def three(a, b, c):\n    return []\ndef none(block):\n    return None\n"
+                    "def half(block):\n    return [block / 2]\ndef endless(block):\n    while True:\n        yield 0\n"
+                    "def leave(block):\n    raise SystemExit\ndef fails(block):\n    raise KeyError('a\\nb')\n"
+                    "def several(block):\n    yield from {0.0, block}\n")
+    assert own_pattern(flag, f"{path}:same", 8).earlier(3, 9) == [0, 4]
+    ours = own_pattern(flag, f"{path}:differs", 8)
     assert ours.by_head and ours.earlier(2, 9) == [2] and ours.earlier(9, 9) == [] and problems_of(ours, 4, 20) == []
-    assert own_pattern(f"{path}:same", 8) == own_pattern(f"{path}:same", 8)
-    for name, said in (("late", "returns 1; blocks that a query may see have the numbers 0 to 0"),
-                       ("wrong", "ValueError"), ("unsteady", "returns other blocks"), ("none", "TypeError")):
-        (problem,) = problems_of(own_pattern(f"{path}:{name}", 8), 2, 50)
+    assert own_pattern(flag, f"{path}:same", 8) == own_pattern(flag, f"{path}:same", 8)
+    for name, said in (("late", "returns 1; blocks that a query may see have the whole numbers 0 to 0"),
+                       ("wrong", "returns 'x'; blocks"), ("unsteady", "returns other blocks"),
+                       ("none", "returns None; it must return a list"),
+                       ("half", "for block 1 returns 0.5; blocks"), ("endless", "returns more than 1,000,000 numbers"),
+                       ("leave", f"SystemExit ({path}, line "), ("fails", r"KeyError: 'a\nb'")):
+        (problem,) = problems_of(own_pattern(flag, f"{path}:{name}", 8), 2, 50)
         assert said in problem and "--attention-pattern" in problem
+    assert own_pattern(flag, f"{path}:several", 8).earlier(0, 9) == [0]
     for name, said in (("three", "must take the number of a block"), ("nothing", "has no function nothing")):
         with pytest.raises(ConfigError, match=said):
-            own_pattern(f"{path}:{name}", 8)
+            own_pattern(flag, f"{path}:{name}", 8)
     random.seed()

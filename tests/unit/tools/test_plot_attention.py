@@ -44,8 +44,11 @@ def test_each_pattern_is_drawn_once() -> None:
 
 def test_wrong_flags() -> None:
     with pytest.raises(ConfigError) as error:
-        plot_attention.read_run("--attention-pattern nothing --no-such-flag".split())
-    assert len(error.value.problems) == 3 and "--seq-length N" in str(error.value)
+        plot_attention.read_run("--attention-pattern nothing --no-such-flag".split(), Path("p.jpg"))
+    assert len(error.value.problems) == 4 and "--seq-length N" in str(error.value) and "end in .png" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        plot_attention.read_run("--seq-length 0".split())
+    assert error.value.problems == ["--seq-length 0: must be at least 1."]
 
 
 def test_the_program(tmp_path: Path) -> None:
