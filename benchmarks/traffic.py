@@ -353,7 +353,7 @@ def check(arguments: argparse.Namespace) -> None:
         "hidden", "heads", "kv_heads", "ffn", "vocab", "tokens", "layers") if (value := getattr(arguments, name)) < 1]
     hidden, heads, kv_heads = arguments.hidden, arguments.heads, arguments.kv_heads
     if not problems and hidden % (2 * heads):
-        problems.append(f"--hidden {hidden} is not a multiple of 2 x --heads {heads}: the width of a head must be even.")
+        problems.append(f"--hidden {hidden} is not a multiple of 2 x --heads {heads}: a head has an even width.")
     if not problems and heads % kv_heads:
         problems.append(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}.")
     if problems:

@@ -71,9 +71,9 @@ class Option:
         if self.kind == "bool":
             return True
         words = parse_words(texts)
+        if self.nargs == "*" and not words:
+            raise ValueError("no value is given, perhaps an unset shell variable; give one, or leave the flag out")
         if self.kind == "words":
-            if not words:
-                raise ValueError("no value is given, perhaps an unset shell variable; give one, or leave the flag out")
             return words
         if self.kind == "ints":
             if isinstance(self.nargs, int) and len(words) != self.nargs:

@@ -223,7 +223,8 @@ def test_phases_need_a_schedule():
     assert "--seq-length is required" in one("", base=without)
     assert "'16:1K' does not lengthen" in one("--seq-length-schedule 0:1K 16:1K", base=without)
     assert "'0:x' is not TOKENS:SIZE" in one("--step-batch-size-schedule 0:x", base=GROWS)
-    assert "no value is given" in one("--seq-length-schedule")      # an unset shell variable without quotes
+    for flag in ("--seq-length-schedule", "--profile-ranks"):      # an unset shell variable without quotes
+        assert "no value is given" in one(flag)
 
 
 @pytest.mark.parametrize("flag, size", [("--device-memory", "80"), ("--host-memory", "0.0000001B")])
