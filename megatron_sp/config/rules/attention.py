@@ -104,8 +104,8 @@ def _ring(run: Run) -> list[str]:
     if ring < 2 or all(name not in BLOCK_PATTERNS and not names_function(name) for name in names):
         return []
     names = tuple(dict.fromkeys(_named(run.model)))
-    return [f"{_flag(run.model)} {' '.join(names)} is not possible with --ring-size {ring}: a ring passes on "
-            "fixed shares of the keys, not the pattern's blocks. Use --ulysses-size, whose ranks share the work equally."]
+    return [f"{_flag(run.model)} {' '.join(names)} is not possible with --ring-size {ring}: a ring passes on fixed "
+            "shares of the keys, not the pattern's blocks. Use --ulysses-size, whose ranks share the work equally."]
 
 
 def attention_notes(run: Run) -> list[str]:
