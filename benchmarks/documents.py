@@ -35,7 +35,7 @@ def attention_times(tokens: int, heads: int, width: int, repeats: int) -> dict[i
     """Return for each number of documents the median seconds and the share of work by count."""
     import torch
 
-    from megatron_sp.layout.attention_mask import AttentionMask
+    from megatron_sp.layout.masks.attention_mask import AttentionMask
     from megatron_sp.model.attention.cores import SDPACore
 
     torch.set_num_threads(1)

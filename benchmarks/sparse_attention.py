@@ -28,7 +28,7 @@ def measure(tokens: int, arguments: argparse.Namespace) -> dict[str, tuple[float
     import torch
 
     from megatron_sp.config.schema import Model
-    from megatron_sp.layout.attention_mask import CAUSAL
+    from megatron_sp.layout.masks.attention_mask import CAUSAL
     from megatron_sp.layout.patterns.choice import layer_attention
     from megatron_sp.model.attention.block_kernels import CPUFlashBlockKernel
     from megatron_sp.model.attention.cores import SDPACore

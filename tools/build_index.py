@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--dataset-provider needs --data-cache-path here: there is no place beside the data.")
 
     from megatron_sp.layout.length_schedule import phases
+    from megatron_sp.train.checkpoints.state import TrainState
     from megatron_sp.train.setup import choose_tokenizer, run_datasets
-    from megatron_sp.train.state import TrainState
 
     for note in notes:
         print(note, flush=True)

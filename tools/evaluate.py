@@ -329,7 +329,7 @@ def main(argv: list[str]) -> None:
     others = read_results(arguments.compare)
 
     from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
-    from megatron_sp.train.restore import for_device, load_model, read_config
+    from megatron_sp.train.checkpoints.restore import for_device, load_model, read_config
 
     run = read_config(arguments.load, arguments.ckpt_step)
     seq_length = arguments.seq_length or run.data.seq_length

@@ -167,7 +167,7 @@ def main(argv: list[str]) -> None:
     environment = runtime.launch_environment()
 
     from megatron_sp.inference.sampling import Sampling
-    from megatron_sp.train.restore import for_device, load_model, read_config
+    from megatron_sp.train.checkpoints.restore import for_device, load_model, read_config
     from megatron_sp.train.setup import choose_tokenizer
 
     run = read_config(arguments.load, arguments.ckpt_step, tp=environment.world_size)

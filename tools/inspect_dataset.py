@@ -182,9 +182,9 @@ def show_samples(arguments: argparse.Namespace, words: list[str]) -> int:
     from megatron_sp.layout.grid import Grid
     from megatron_sp.layout.length_schedule import phases
     from megatron_sp.layout.tokens import SequenceLayout
+    from megatron_sp.train.checkpoints.state import TrainState
     from megatron_sp.train.length_phases import run_of_phase
     from megatron_sp.train.setup import choose_tokenizer, run_datasets
-    from megatron_sp.train.state import TrainState
 
     run, notes = load_run_of_world(words, arguments.world_size or announced_world_size())
     for note in notes:

@@ -187,7 +187,7 @@ def main(argv: list[str]) -> None:
     from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
     from megatron_sp.inference.needle import grid
     from megatron_sp.progress import progress_bar
-    from megatron_sp.train.restore import for_device, load_model, read_config
+    from megatron_sp.train.checkpoints.restore import for_device, load_model, read_config
 
     chunk = arguments.sequence_chunk_size or 0
     run = read_config(arguments.load, arguments.ckpt_step)

@@ -32,9 +32,9 @@ from megatron_sp.config.resolve import resolve  # noqa: E402
 from megatron_sp.config.rules.attention import attention_notes, check_attention  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
+from megatron_sp.layout.masks.windows import layer_names  # noqa: E402
 from megatron_sp.layout.patterns.blocks import pairs_in_pattern  # noqa: E402
 from megatron_sp.layout.patterns.choice import LayerAttention, layer_attention  # noqa: E402
-from megatron_sp.layout.windows import layer_names  # noqa: E402
 from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 

@@ -13,11 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_sp.config.cli import tables  # noqa: E402
-from megatron_sp.config.cli.foreign import foreign_flags  # noqa: E402
 from megatron_sp.config.cli.help import default_in_words  # noqa: E402
 from megatron_sp.config.cli.options import Option, schema_options, sections  # noqa: E402
 from megatron_sp.config.cli.plan_flags import PLAN_FLAGS  # noqa: E402
+from megatron_sp.config.cli.translation import tables  # noqa: E402
+from megatron_sp.config.cli.translation.foreign import foreign_flags  # noqa: E402
 
 INTRO = """# Flags
 

@@ -9,8 +9,8 @@ from typing import Any
 from megatron_sp.checkpoint.state_file import read_newest_state, read_part
 from megatron_sp.checkpoint.tokenizer_files import FIELDS, with_existing_tokenizer
 from megatron_sp.config.cli.flags import parse
-from megatron_sp.config.cli.foreign import SWITCHES
 from megatron_sp.config.cli.options import Option, schema_options
+from megatron_sp.config.cli.translation.foreign import SWITCHES
 from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import from_dict
 

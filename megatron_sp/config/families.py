@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron_sp.config.rope_parameters import read_rotary, write_rotary
 from megatron_sp.config.schema import Model
+from megatron_sp.layout.masks.windows import layer_windows
 from megatron_sp.layout.patterns.choice import layer_patterns
-from megatron_sp.layout.windows import layer_windows
 
 CONFIG = "config.json"
 #: Names of activations in config.json -> ours. ``gelu_new`` and ``gelu_pytorch_tanh`` are the tanh approximation.

@@ -13,7 +13,7 @@ from megatron_sp.data.documents import IGNORE_DOCUMENTS, Documents, attention_wo
 from megatron_sp.data.gpt_dataset import Dataset, unlabelled
 from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.errors import DataError
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.tokens import SequenceLayout
 
 IGNORED = -100  # the label of a position that has no loss

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_sp.config.schema import Data
 from megatron_sp.data.gpt_dataset import Dataset
 from megatron_sp.errors import DataError
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 
 #: Tokens that are searched for end-of-document tokens at a time.
 SCAN = 1 << 20

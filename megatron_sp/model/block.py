@@ -10,7 +10,7 @@ from torch import nn
 from megatron_sp.activations.key_values import Chunk
 from megatron_sp.activations.recompute import KEPT_OPERATORS, Replay, recompute
 from megatron_sp.config.schema import Model
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.attention.self_attention import Attention, AttentionPlan
 from megatron_sp.model.mlp import MLP

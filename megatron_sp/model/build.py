@@ -10,11 +10,11 @@ from torch import nn
 from megatron_sp.activations.offload import ActivationOffload
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import HeadSplit, are_equal_groups
+from megatron_sp.layout.masks.windows import layer_windows
 from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.schedules import stages_of_rank
 from megatron_sp.layout.stages import stage_layers
-from megatron_sp.layout.windows import layer_windows
 from megatron_sp.model.attention.chunk_attention import ChunkAttention
 from megatron_sp.model.attention.patterns import NumberedHeads
 from megatron_sp.model.attention.self_attention import AttentionPlan

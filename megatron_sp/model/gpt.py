@@ -21,7 +21,7 @@ from megatron_sp.activations.key_values import Chunk
 from megatron_sp.activations.offload import ActivationOffload
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.block import Block
 from megatron_sp.model.loss import linear_cross_entropies, linear_cross_entropy_sum

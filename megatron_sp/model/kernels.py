@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.masks.windows import layer_names, layer_windows
 from megatron_sp.layout.patterns.choice import layer_patterns
-from megatron_sp.layout.windows import layer_names, layer_windows
 from megatron_sp.model.attention.block_kernels import UnfusedBlockKernel, choose_block_kernel
 from megatron_sp.model.attention.cores import AttentionCore, SDPACore, choose_core
 from megatron_sp.model.attention.flex import FlexAttention, passes_flex_trial

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, WINDOW, AttentionMask, Range
+from megatron_sp.layout.masks.attention_mask import CAUSAL, DOCUMENTS, WINDOW, AttentionMask, Range
 from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.parallel.ulysses import BytesSent
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.heads import HeadSplit, are_equal_groups
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.parallel.collectives import copy_heads, sum_copied_heads
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.ring import BlockKernel, Ring, RingAttention, Triple

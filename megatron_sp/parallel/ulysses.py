@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.parallel.collectives import all_to_all, copy_heads, start_all_to_all
 from megatron_sp.transport.channel import Channel, SplitChange
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.heads import HeadSplit, Range
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.parallel.ulysses import Core, UlyssesExchange
 
 

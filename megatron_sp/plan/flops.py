@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Model, Run
+from megatron_sp.layout.masks.segments import Segments, window_reach
 from megatron_sp.layout.patterns.choice import LayerAttention, layer_attention
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
-from megatron_sp.layout.segments import Segments, window_reach
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
 

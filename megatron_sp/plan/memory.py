@@ -31,9 +31,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.masks.segments import Segments, window_reach
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
-from megatron_sp.layout.segments import Segments, window_reach
 from megatron_sp.layout.sharding import GRADIENT_BUCKET, uses_fsdp
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks

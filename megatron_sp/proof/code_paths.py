@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import HeadSplit, are_equal_groups
+from megatron_sp.layout.masks.windows import layer_names, layer_windows
 from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.layout.schedules import SCHEDULES
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks, tokens_at_once
-from megatron_sp.layout.windows import layer_names, layer_windows
 
 #: For each code path: the cost of a proof without it, and its description for users. Where a proof cannot have all code
 #: paths, ``shrink`` chooses the small run for which the costs of the missing ones have the lowest sum.

@@ -17,7 +17,7 @@ from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.config.schema import Checkpoint, Data, Logging, Model, Optimizer, Parallel, Precision, Run, Schedule
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.heads import HeadSplit
-from megatron_sp.layout.windows import layer_names
+from megatron_sp.layout.masks.windows import layer_names
 from megatron_sp.proof.code_paths import COSTS, code_paths, cost_of_missing, head_paths
 
 MOST_PROCESSES = 16

@@ -23,10 +23,10 @@ from megatron_sp.parallel.pipeline import Stages
 from megatron_sp.proof.data import END, local_microbatches, read_from_memory
 from megatron_sp.proof.reference import Batch, Drop, Step, Weights, documents_after, keep_all, reference_training
 from megatron_sp.torch_internals import silence_redistribution
+from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.signals import StopSignals
-from megatron_sp.train.state import TrainState
 from megatron_sp.train.train_step import StepTotals, TrainStep
 from megatron_sp.train.trainer import Readers, Trainer
 

@@ -36,9 +36,9 @@ from megatron_sp.proof.steps import (
     tensor_differences,
     trainer_without_signals,
 )
+from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.setup import build_readers, choose_tokenizer
-from megatron_sp.train.state import TrainState
 
 #: Number of steps with the run's optimizer, and of the trainings with SGD and in half precision that follow.
 NUM_STEPS, FURTHER_STEPS = 3, 2

@@ -12,7 +12,7 @@ from megatron_sp.activations.key_values import Chunk, KeyValueStore
 from megatron_sp.activations.storage import DeviceStorage, HostStorage
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
-from megatron_sp.layout.segments import Segments, window_reach
+from megatron_sp.layout.masks.segments import Segments, window_reach
 
 
 @dataclass(frozen=True)

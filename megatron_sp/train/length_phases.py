@@ -7,7 +7,7 @@ from typing import Any
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import CheckpointError
 from megatron_sp.layout.length_schedule import Phase, parse_length_schedule, run_of_length
-from megatron_sp.train.state import TrainState
+from megatron_sp.train.checkpoints.state import TrainState
 
 
 def starting_phase(run: Run, state: TrainState, saved: dict[str, Any] | None) -> Phase | None:

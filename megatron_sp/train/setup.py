@@ -18,12 +18,12 @@ from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.layout.length_schedule import Phase
 from megatron_sp.layout.patterns.choice import seen_in_words
 from megatron_sp.runtime import Environment, start, stop
+from megatron_sp.train.checkpoints.resume import choose_schedule, load, resume_notes
+from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.length_phases import run_of_phase, starting_phase
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
-from megatron_sp.train.resume import choose_schedule, load, resume_notes
 from megatron_sp.train.signals import StopSignals
-from megatron_sp.train.state import TrainState
 
 if TYPE_CHECKING:
     from megatron_sp.data.build import Splits

@@ -22,6 +22,8 @@ from megatron_sp.errors import TrainingError
 from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.layout.length_schedule import Phase
 from megatron_sp.progress import progress_bar
+from megatron_sp.train.checkpoints.saving import Checkpoints
+from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.forward_backward import build_engine
 from megatron_sp.train.garbage import GarbageCollection
 from megatron_sp.train.health.diagnose import describe_failure
@@ -32,9 +34,7 @@ from megatron_sp.train.report.optimizer_states import optimizer_statistics
 from megatron_sp.train.report.profile import StepProfiler
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.step_report import StepReport
-from megatron_sp.train.saving import Checkpoints
 from megatron_sp.train.signals import StopSignals
-from megatron_sp.train.state import TrainState
 from megatron_sp.train.train_step import StepTotals, TrainStep
 
 

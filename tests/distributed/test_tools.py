@@ -14,7 +14,7 @@ import torch
 
 from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import UserError
-from megatron_sp.train.restore import load_model, read_config
+from megatron_sp.train.checkpoints.restore import load_model, read_config
 from tests.helpers.configs import STYLES
 from tests.helpers.spawn import run_ranks
 from tests.helpers.training import train

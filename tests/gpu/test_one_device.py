@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_sp.config.schema import Run
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.patterns.blocks import BigBird
 from megatron_sp.model.attention.block_kernels import GPUFlashBlockKernel, UnfusedBlockKernel, agrees_with_unfused
 from megatron_sp.model.attention.cores import SDPACore, UnfusedCore, choose_core

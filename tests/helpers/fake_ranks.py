@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_sp.config.load import load_run
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.data.batch import Microbatch
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.build import assemble, plan_stages
 from megatron_sp.model.kernels import choose_kernels
 from megatron_sp.parallel.mesh import ParallelMesh

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model import build
 from megatron_sp.model.gpt import GPT
 from megatron_sp.parallel.mesh import ParallelMesh

@@ -11,14 +11,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_sp.config.cli import tables
-from megatron_sp.config.cli.answers import accepts_value, answer_tables, report_unknown
 from megatron_sp.config.cli.claims import Claims, FileBatch
-from megatron_sp.config.cli.foreign import PRESET, foreign_flags, translate
 from megatron_sp.config.cli.load_hf import LOAD_HF
 from megatron_sp.config.cli.options import Option, normalise, schema_options, sections
+from megatron_sp.config.cli.translation import tables
+from megatron_sp.config.cli.translation.answers import accepts_value, answer_tables, report_unknown
+from megatron_sp.config.cli.translation.foreign import PRESET, foreign_flags, translate
+from megatron_sp.config.cli.translation.windows import read_windows
 from megatron_sp.config.cli.values import parse_words, strip_quotes
-from megatron_sp.config.cli.windows import read_windows
 from megatron_sp.config.rules.bounds import bound_problem
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError

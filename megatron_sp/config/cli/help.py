@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_sp.config.cli.foreign import foreign_flags
 from megatron_sp.config.cli.options import Option, schema_options, sections
 from megatron_sp.config.cli.plan_flags import PLAN_FLAGS
+from megatron_sp.config.cli.translation.foreign import foreign_flags
 
 if TYPE_CHECKING:
     import argparse

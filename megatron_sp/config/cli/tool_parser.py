@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from megatron_sp.config.cli.answers import nearest_flag
+from megatron_sp.config.cli.translation.answers import nearest_flag
 from megatron_sp.errors import ConfigError
 
 

@@ -6,10 +6,10 @@ import contextlib
 
 from megatron_sp.config.schema import Model, Run
 from megatron_sp.errors import ConfigError
+from megatron_sp.layout.masks.windows import layer_names, layer_windows, parse_local_layers
 from megatron_sp.layout.patterns.blocks import Own
 from megatron_sp.layout.patterns.choice import BLOCK_PATTERNS, PATTERNS, layer_patterns
 from megatron_sp.layout.patterns.own import names_function, problems_of
-from megatron_sp.layout.windows import layer_names, layer_windows, parse_local_layers
 
 #: For each flag of the patterns of blocks: its field, and the patterns that it changes.
 USES = {

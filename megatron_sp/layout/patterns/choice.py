@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Model
+from megatron_sp.layout.masks.windows import attended_area, layer_names, layer_windows
 from megatron_sp.layout.patterns.blocks import BigBird, BlockPattern, Fixed, Longformer, Strided, pairs_in_pattern
 from megatron_sp.layout.patterns.own import own_pattern
-from megatron_sp.layout.windows import attended_area, layer_names, layer_windows
 
 #: The patterns that are made of blocks and have a name.
 BLOCK_PATTERNS = ("fixed", "longformer", "bigbird", "strided")

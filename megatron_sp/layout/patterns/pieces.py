@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_sp.layout.attention_mask import AttentionMask, Range
+from megatron_sp.layout.masks.attention_mask import AttentionMask, Range
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_sp.activations.key_values import LayerPast, Output, Past
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask, Range
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask, Range
 from megatron_sp.model.attention.patterns import PatternBlocks
 from megatron_sp.model.attention.unfused import AttentionDropout
 from megatron_sp.parallel.ring import BlockKernel, PieceKernels, Triple, merge

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, PATTERN, WINDOW, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, DOCUMENTS, PATTERN, WINDOW, AttentionMask
 from megatron_sp.model.attention.documents import DocumentAttention, Varlen, Windowed, first_keys, send
 from megatron_sp.model.attention.flash import (
     FlashAttention,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_sp.layout.attention_mask import AttentionMask
+from megatron_sp.layout.masks.attention_mask import AttentionMask
 
 #: Causal attention of whole sequences: (q [b, s, n, d], k, v [b, s, g, d]) -> o [b, s, n, d].
 Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

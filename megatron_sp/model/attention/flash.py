@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import attention
 
-from megatron_sp.layout.attention_mask import AttentionMask
+from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.model.attention.documents import DocumentAttention, Varlen, first_keys
 from megatron_sp.model.attention.unfused import block_attention
 from megatron_sp.model.kernel_trial import same_results

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_sp.layout.attention_mask import DOCUMENTS, AttentionMask
+from megatron_sp.layout.masks.attention_mask import DOCUMENTS, AttentionMask
 from megatron_sp.layout.patterns.blocks import Longformer
 from megatron_sp.model.attention.documents import Windowed
 from megatron_sp.model.attention.patterns import hidden_keys

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_sp.activations.key_values import Past
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask, Range
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask, Range
 from megatron_sp.layout.patterns.pieces import PatternPiece, pattern_pieces
 from megatron_sp.model.attention.documents import send
 from megatron_sp.parallel.ring import BlockKernel, merge

@@ -13,8 +13,8 @@ from torch import nn
 from megatron_sp.activations.key_values import Chunk
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.patterns.choice import layer_attention
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.attention.unfused import AttentionDropout

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_sp.activations.recompute import recompute
-from megatron_sp.layout.attention_mask import AttentionMask
+from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.layout.tiles import QUERY_BLOCK
 from megatron_sp.model.attention.documents import first_keys, send
 from megatron_sp.model.attention.patterns import hidden_keys

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_sp.layout.attention_mask import AttentionMask
+from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.model.attention.documents import send
 from megatron_sp.parallel.ring import BlockKernel, PieceKernels, Triple, merge
 

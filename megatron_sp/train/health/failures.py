@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from megatron_sp.config.schema import Run
+from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.health.loss_scale import LossScaler
-from megatron_sp.train.state import TrainState
 
 #: The run ends after this many steps in a row whose loss or gradients are not finite. Each such step halves a dynamic
 #: loss scale, so 30 of them bring it from the default of 2^24 to its minimum of 1. A working model needs fewer.

@@ -17,13 +17,13 @@ import torch
 
 from megatron_sp.config.schema import Run
 from megatron_sp.plan.flops import repeats_of, sequence_flops
+from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.report.metrics_file import MetricsFile
 from megatron_sp.train.report.peak_flops import peak_tflops
 from megatron_sp.train.report.peak_memory import largest_of_ranks, peak_memory
 from megatron_sp.train.report.step_report import Interval, StepReport, log_line
 from megatron_sp.train.report.timers import Timers, gather_times, times_in_words
 from megatron_sp.train.report.trackers import TensorBoard, open_tensorboard, open_wandb
-from megatron_sp.train.state import TrainState
 
 
 class Recorder:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import ConfigError
-from megatron_sp.train.state import TrainState
+from megatron_sp.train.checkpoints.state import TrainState
 
 
 class TensorBoard:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.model.attention.block_kernels import CPUFlashBlockKernel, UnfusedBlockKernel
 from megatron_sp.model.attention.cores import SDPACore

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 
-from megatron_sp.config.cli.answers import nearest_flag
 from megatron_sp.config.cli.flags import parse
 from megatron_sp.config.cli.options import REFUSED_CHOICES, normalise
-from megatron_sp.config.cli.tables import FOREIGN_TOKENIZERS, HINTS, IGNORED, PARTLY_REFUSED, REFUSED, RUN_ONLY
+from megatron_sp.config.cli.translation.answers import nearest_flag
+from megatron_sp.config.cli.translation.tables import (
+    FOREIGN_TOKENIZERS,
+    HINTS,
+    IGNORED,
+    PARTLY_REFUSED,
+    REFUSED,
+    RUN_ONLY,
+)
 from megatron_sp.config.load import load_run
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError

@@ -10,7 +10,7 @@ from docs.make.flags_page import ROOT
 from megatron_sp.config.cli.flags import parse
 from megatron_sp.config.cli.help import build_parser
 from megatron_sp.config.cli.options import schema_options
-from megatron_sp.config.cli.tables import HINTS, IGNORED, REFUSED
+from megatron_sp.config.cli.translation.tables import HINTS, IGNORED, REFUSED
 from megatron_sp.config.schema import Run
 from tests.helpers.field_reads import reads
 from tests.unit.config.known_flags import ESSENTIAL

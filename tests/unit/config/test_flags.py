@@ -9,11 +9,11 @@ import time
 import pytest
 
 from megatron_sp.config.cli.flags import parse, parse_args
-from megatron_sp.config.cli.foreign import foreign_flags
 from megatron_sp.config.cli.help import build_parser
 from megatron_sp.config.cli.options import schema_options
 from megatron_sp.config.cli.plan_flags import PLAN_FLAGS
-from megatron_sp.config.cli.tables import EXPERT_COMPANIONS, HINTS, IGNORED, REFUSED, RUN_ONLY
+from megatron_sp.config.cli.translation.foreign import foreign_flags
+from megatron_sp.config.cli.translation.tables import EXPERT_COMPANIONS, HINTS, IGNORED, REFUSED, RUN_ONLY
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError
 from tests.unit.config.known_flags import ESSENTIAL, LISTS, SWITCHES, VALUED

@@ -10,9 +10,9 @@ import torch
 from megatron_sp.config.load import load_run
 from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError
+from megatron_sp.layout.masks.windows import layer_windows
 from megatron_sp.layout.patterns.blocks import BigBird, Fixed, Strided
 from megatron_sp.layout.patterns.choice import layer_patterns
-from megatron_sp.layout.windows import layer_windows
 from megatron_sp.plan.flops import sequence_flops
 from megatron_sp.proof.code_paths import code_paths
 from megatron_sp.proof.reference_masks import visible_keys

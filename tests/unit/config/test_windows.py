@@ -5,7 +5,7 @@ import pytest
 from megatron_sp.config.load import load_run
 from megatron_sp.config.schema import Model
 from megatron_sp.errors import ConfigError
-from megatron_sp.layout.windows import layer_windows, parse_local_layers
+from megatron_sp.layout.masks.windows import layer_windows, parse_local_layers
 
 BASE = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --train-iters 2 "
         "--lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 97")

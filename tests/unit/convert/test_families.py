@@ -21,7 +21,7 @@ from megatron_sp.config.schema import Model
 from megatron_sp.convert.hugging_face import weight_names
 from megatron_sp.convert.parameters import parameter_shapes
 from megatron_sp.errors import ConfigError
-from megatron_sp.layout.windows import layer_windows
+from megatron_sp.layout.masks.windows import layer_windows
 from megatron_sp.proof.reference import weight_shapes
 from tests.helpers.configs import STYLES, TRAINING, tiny_run
 

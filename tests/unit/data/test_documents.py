@@ -19,7 +19,7 @@ from megatron_sp.data.mock import MOST_DOCUMENTS, MockDataset
 from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.data.token_files.indexed_dataset import IndexedDataset
 from megatron_sp.errors import DataError
-from megatron_sp.layout.attention_mask import CAUSAL
+from megatron_sp.layout.masks.attention_mask import CAUSAL
 from megatron_sp.layout.tokens import SequenceLayout
 from tests.unit.data.test_indexed import SET_A, write
 from tests.unit.data.test_order import stored

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from megatron_sp.layout.attention_mask import CAUSAL, DOCUMENTS, WINDOW, AttentionMask, Range
+from megatron_sp.layout.masks.attention_mask import CAUSAL, DOCUMENTS, WINDOW, AttentionMask, Range
+from megatron_sp.layout.masks.windows import attended_area
 from megatron_sp.layout.patterns.choice import LayerAttention
-from megatron_sp.layout.windows import attended_area
 
 TOKENS = 9
 MASKS = [CAUSAL, AttentionMask(((0,),)), AttentionMask(((0, 4),)), AttentionMask(((0, 1, 2, 7),)),

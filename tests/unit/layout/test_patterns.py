@@ -10,7 +10,7 @@ import pytest
 
 from megatron_sp.config.schema import Model
 from megatron_sp.errors import ConfigError
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask, Range
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask, Range
 from megatron_sp.layout.patterns.blocks import BigBird, BlockPattern, Fixed, Longformer, Strided, pairs_in_pattern
 from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.layout.patterns.own import own_pattern, problems_of

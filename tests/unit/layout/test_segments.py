@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_sp.layout.segments import Segments
+from megatron_sp.layout.masks.segments import Segments
 
 
 @pytest.mark.parametrize("count, reach", [(16, 1), (17, 1), (40, 2), (977, 1), (30, 0), (100, 7), (12, 1)])

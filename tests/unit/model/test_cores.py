@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.attention.cores import AttentionCore, FlashCore, SDPACore, UnfusedCore
 from megatron_sp.model.attention.flash import FlashAttention, torch_flash
 from megatron_sp.model.attention.unfused import AttentionDropout, attend_in_query_blocks, block_attention

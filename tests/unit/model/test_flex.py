@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sp.config.schema import Model
-from megatron_sp.layout.attention_mask import AttentionMask
+from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.layout.patterns.blocks import BigBird
 from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.model.attention.block_kernels import UnfusedBlockKernel

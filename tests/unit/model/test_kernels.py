@@ -18,7 +18,7 @@ from megatron_sp import torch_internals
 from megatron_sp.config.load import load_run
 from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.errors import ConfigError
-from megatron_sp.layout.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model import norm_kernels
 from megatron_sp.model.attention import block_kernels, cores, flash
 from megatron_sp.model.attention.block_kernels import (

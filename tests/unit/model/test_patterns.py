@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sp.config.schema import Model
-from megatron_sp.layout.attention_mask import PATTERN, AttentionMask
+from megatron_sp.layout.masks.attention_mask import PATTERN, AttentionMask
 from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.model.attention.block_kernels import CPUFlashBlockKernel, UnfusedBlockKernel
 from megatron_sp.model.attention.cores import AttentionCore, FlashCore, SDPACore, UnfusedCore

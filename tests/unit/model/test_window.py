@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from megatron_sp.layout.attention_mask import AttentionMask
+from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.model.attention.block_kernels import CPUFlashBlockKernel, UnfusedBlockKernel
 from megatron_sp.model.attention.cores import AttentionCore, FlashCore, SDPACore, UnfusedCore
 from megatron_sp.model.attention.flash import FlashAttention, torch_flash

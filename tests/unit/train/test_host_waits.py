@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sp.layout.attention_mask import AttentionMask
+from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.parallel.random import Dropout
 from tests.helpers.fake_ranks import count_step
 

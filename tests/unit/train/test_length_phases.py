@@ -11,8 +11,8 @@ from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import CheckpointError
 from megatron_sp.layout.length_schedule import Phase
+from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.length_phases import farewell, note_in_state, starting_phase
-from megatron_sp.train.state import TrainState
 from tests.helpers.configs import STYLES, tiny_run
 
 #: Steps of 4 samples of 64 tokens: phases begin with the samples 0, 12 and 20.

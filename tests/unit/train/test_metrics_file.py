@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.report import recorder
 from megatron_sp.train.report.metrics_file import MetricsFile, read_metrics
-from megatron_sp.train.state import TrainState
 from tests.helpers.configs import STYLES, tiny_run
 
 

@@ -14,12 +14,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.report.metrics_file import read_metrics
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.step_report import Interval, StepReport, log_line
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.report.trackers import open_tensorboard
-from megatron_sp.train.state import TrainState
 from tests.helpers.configs import tiny_run
 
 CPU = torch.device("cpu")

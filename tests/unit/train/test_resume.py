@@ -11,7 +11,7 @@ from megatron_sp.config.cli.options import flag_names
 from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import CheckpointError
-from megatron_sp.train.resume import SOURCES, choose_schedule
+from megatron_sp.train.checkpoints.resume import SOURCES, choose_schedule
 from megatron_sp.train.schedule import Schedule
 from tests.helpers.configs import STYLES, tiny_run
 

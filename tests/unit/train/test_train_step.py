@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_sp.config.schema import Optimizer, Precision, Run, Schedule, Train
-from megatron_sp.layout.attention_mask import CAUSAL
+from megatron_sp.layout.masks.attention_mask import CAUSAL
 from megatron_sp.train.health.loss_scale import LossScaler
 from megatron_sp.train.optimizer import build_optimizer
 from megatron_sp.train.report.timers import Timers

@@ -10,8 +10,8 @@ from torch import nn
 from megatron_sp.checkpoint.saving.saver import Saved, SaveError, Saver
 from megatron_sp.config.schema import Run
 from megatron_sp.parallel.mesh import ParallelMesh
+from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.report.recorder import Recorder
-from megatron_sp.train.state import TrainState
 
 #: Seconds that a run which ends with an error waits for a save that is under way.
 PATIENCE = 300.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_sp.config.cli.claims import Claims
-from megatron_sp.config.cli.tables import HINTS
+from megatron_sp.config.cli.translation.tables import HINTS
 from megatron_sp.config.cli.values import parse_choice, parse_int, strip_quotes
 
 #: Hints that people also give to this project's own command lines; they are no sign of Megatron's dialect.

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_sp.config.cli.claims import Claims
-from megatron_sp.config.cli.data_lists import translate_data_lists
-from megatron_sp.config.cli.deepspeed import translate_deepspeed
-from megatron_sp.config.cli.dialect import GELU, translate_dialect
 from megatron_sp.config.cli.load_hf import LOAD_HF, claim_model_of_load_hf
 from megatron_sp.config.cli.options import schema_options
 from megatron_sp.config.cli.presets import PRESETS
-from megatron_sp.config.cli.tables import EXPERT_COMPANIONS
+from megatron_sp.config.cli.translation.data_lists import translate_data_lists
+from megatron_sp.config.cli.translation.deepspeed import translate_deepspeed
+from megatron_sp.config.cli.translation.dialect import GELU, translate_dialect
+from megatron_sp.config.cli.translation.tables import EXPERT_COMPANIONS
 from megatron_sp.config.cli.values import parse_choice, parse_int, parse_words
 
 

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_sp.config.schema import Run
-from megatron_sp.layout.windows import layer_windows
+from megatron_sp.layout.masks.windows import layer_windows
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megatron_sp.config.cli import tables
 from megatron_sp.config.cli.claims import Claims
+from megatron_sp.config.cli.translation import tables
 from megatron_sp.config.cli.values import parse_words, strip_quotes
 
 #: Words shown of a flag with many values.

@@ -1,0 +1,1 @@
+"""Megatron's and DeepSpeed's spellings of flags, and what they mean here."""

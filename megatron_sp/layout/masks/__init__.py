@@ -1,0 +1,1 @@
+"""Which keys a query sees: documents and windows, and the work that follows from them."""

@@ -1,0 +1,1 @@
+"""What a training run saves, when, and how it continues from it."""
