@@ -372,6 +372,7 @@ def graphs_by_depth(layouts: list[str]) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world, layouts", [(1, COMPILED), (2, ["--ulysses-size 2", "--zero-stage 3 --bf16",
                                                                 "--tensor-model-parallel-size 2 --sequence-parallel"])])
 def test_equal_layers_are_compiled_once(world: int, layouts: list[str]) -> None:
