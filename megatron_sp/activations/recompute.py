@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from megatron_sp.activations.offload import KeepResults, ResultsOnHost, TakeResults, operator_name
 from megatron_sp.torch_internals import ALL_TO_ALL_OPERATOR
 
-#: Selective recomputation keeps the results of these operators. The all-to-all must be the functional one: an
-#: in-place one would run again and overwrite the result that was kept.
-KEPT_OPERATORS = (
+#: Operators that compute attention. Selective recomputation keeps their results.
+ATTENTION_OPERATORS = (
     "aten._scaled_dot_product_flash_attention",  # also flash attention 3 and 4 where torch's registry put them here
     "aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
     "flash_attn._flash_attn_forward", "flash_attn_3._flash_attn_forward",  # of the packages of these names
-    "torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward",  # inside documents
-    ALL_TO_ALL_OPERATOR)
+    "torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward")  # inside documents
+#: Selective recomputation keeps the results of these operators. The all-to-all must be the functional one: an
+#: in-place one would run again and overwrite the result that was kept.
+KEPT_OPERATORS = (*ATTENTION_OPERATORS, ALL_TO_ALL_OPERATOR)
 
 
 class Replay:
@@ -45,8 +47,7 @@ class Replay:
 
 
 def _policy(keep: Sequence[str], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = str(operator).removesuffix(".default")
-    return CheckpointPolicy.MUST_SAVE if name in keep else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator_name(operator) in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
@@ -56,7 +57,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 def recompute(function: Callable[..., torch.Tensor], *args: Any, replay: Replay | None = None,
-              keep: Sequence[str] = ()) -> torch.Tensor:
+              keep: Sequence[str] = (), on_host: ResultsOnHost | None = None) -> torch.Tensor:
     """Compute ``function(*args)`` and keep only the arguments for backward, which runs the function again.
 
     No random state is kept or restored: dropout masks are drawn from keyed generators (``parallel/random.py``), which
@@ -66,6 +67,8 @@ def recompute(function: Callable[..., torch.Tensor], *args: Any, replay: Replay 
         replay: is active while the function runs again.
         keep: also keep the results of these operators. The second run must then call the same operators as the first,
             so ``replay``, which lets it leave some out, is not allowed.
+        on_host: keeps those of the results that ``ATTENTION_OPERATORS`` return in host memory. Results of exchanges
+            stay on the device: they are not complete yet when their operator returns.
     """
     assert replay is None or not keep
     if replay is None and not keep:  # without contexts, which Dynamo cannot trace in a compiled layer
@@ -76,7 +79,12 @@ def recompute(function: Callable[..., torch.Tensor], *args: Any, replay: Replay 
         first: AbstractContextManager[Any] = contextlib.nullcontext()
         second: AbstractContextManager[Any] = contextlib.nullcontext()
         if keep:
-            first, second = create_selective_checkpoint_contexts(partial(_policy, keep))
+            there = [name for name in keep if name in ATTENTION_OPERATORS] if on_host is not None else []
+            here = [name for name in keep if name not in there]
+            first, second = create_selective_checkpoint_contexts(partial(_policy, here))
+            if on_host is not None:
+                results = on_host.of_next_layer()
+                first, second = _both(KeepResults(there, results), first), _both(TakeResults(there, results), second)
         return first, _both(second, replay.active() if replay is not None else contextlib.nullcontext())
 
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

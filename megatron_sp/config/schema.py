@@ -446,8 +446,9 @@ class Memory:
                                     "--sequence-chunk-size")
     offload_key_values: bool = flag(False, "Keep the keys and values of earlier chunks, and their gradients, in host "
                                            "memory (with --sequence-chunk-size).")
-    offload_activations: float = flag(0.0, "Keep this share of the recomputed layers' inputs in host memory (1 without "
-                                           "a value).", nargs="?", metavar="SHARE")
+    offload_activations: float = flag(0.0, "Keep what this share of the recomputed layers keeps in host memory (1 "
+                                           "without a value): the layer's input, with selective recomputation also "
+                                           "the results of attention.", nargs="?", metavar="SHARE")
     offload_optimizer: bool = flag(False, "Keep master weights and optimizer states in host memory.",
                                    "--offload-optimizer", "--cpu-optimizer")
     memory_efficiency: str = flag("", "auto: turn on the memory techniques of this section that the run is predicted "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_sp.activations.offload import ActivationOffload
+from megatron_sp.activations.offload import ActivationOffload, ResultsOnHost
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import HeadSplit, are_equal_groups
 from megatron_sp.layout.masks.windows import layer_windows
@@ -99,10 +99,15 @@ def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegio
     # With tied embeddings, a last stage that does not hold the embedding has a copy of it (pipeline.TiedWeights).
     tied = not model.untie_embeddings_and_output_weights and stage.is_first
 
+    num_offloaded = round(memory.offload_activations * len(stage.layers))
+    results_on_host = ResultsOnHost()
+
     def block(layer: int) -> Block:
         granularity = memory.recompute_granularity if layer in recomputed and unit == 1 else ""
+        offloaded = layer - stage.layers.start < num_offloaded
         return Block(model, layer, plan, groups, seed=seed, first_token=first_token,
-                     recompute_granularity=granularity, mlp_tile=memory.mlp_tile_size, region=region, dtype=dtype,
+                     recompute_granularity=granularity, mlp_tile=memory.mlp_tile_size,
+                     results_on_host=results_on_host if offloaded else None, region=region, dtype=dtype,
                      norm_kernels=kernels.norms, compiled=run.train.compile)
 
     embedding = final_norm = output = None

@@ -29,7 +29,7 @@ WHY = {
     ("attention_head_groups",): "attention's working memory exists for one group of heads",
     ("sequence_chunk_size",): "activations exist for one chunk of the sequence",
     ("offload_key_values",): "keys and values of earlier chunks are in host memory",
-    ("offload_activations",): "the inputs of recomputed layers are in host memory",
+    ("offload_activations",): "what recomputed layers keep is in host memory",
     ("offload_optimizer",): "fp32 weights, gradients and optimizer states are in host memory",
 }
 #: How many times as many processes are tried when nothing fits.

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.recomputation import recompute_unit
 from megatron_sp.layout.tiles import QUERY_BLOCK, num_chunks, tokens_at_once
 from megatron_sp.plan.sizes import FP32, Sizes, Weights
 
@@ -40,6 +41,7 @@ class LayerMemory:
         x: the layer's input.
         attention: what the attention half keeps besides x.
         exchanged: the part of it that selective recomputation keeps: what attention and its exchange returned.
+        results: the part of that which attention returned, and which offload moves to the host.
         mlp: what the feed-forward half keeps, with its input x1.
         backward: the most that backward holds at a time: x, kept tensors that are not freed yet, and gradients.
         backward_mlp, backward_attention: the same for each half, when the other half keeps nothing at that time.
@@ -48,6 +50,7 @@ class LayerMemory:
     x: float
     attention: float
     exchanged: float
+    results: float
     mlp: float
     backward: float
     backward_mlp: float
@@ -94,7 +97,14 @@ def layer_memory(run: Run, *, device: str = "cpu") -> LayerMemory:
         mlp = x1_n2 + ffn
     backward_mlp = max(at_mlp, 4 * x)
     backward = max(x + attention + backward_mlp, backward_attention + mask)
-    return LayerMemory(x, attention, core.exchanged, mlp, backward, backward_mlp, backward_attention)
+    return LayerMemory(x, attention, core.exchanged, core.results, mlp, backward, backward_mlp, backward_attention)
+
+
+def offloaded_results(run: Run, layer: LayerMemory) -> float:
+    """Return the bytes of attention's results that ``--offload-activations`` moves to host memory, of one layer."""
+    memory = run.memory
+    selective = memory.recompute_granularity == "selective" and memory.attention_head_groups == 1
+    return layer.results if selective and recompute_unit(memory) == 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -106,12 +116,14 @@ class _Core:
         peak: the most that backward holds.
         qkv_gradients: the gradients of q, k and v, with which backward leaves attention.
         exchanged: what selective recomputation keeps.
+        results: the part of that which attention returned.
     """
 
     kept: float
     peak: float
     qkv_gradients: float
     exchanged: float
+    results: float
 
 
 def _core(run: Run, sizes: Sizes, device: str) -> _Core:
@@ -153,7 +165,8 @@ def _core(run: Run, sizes: Sizes, device: str) -> _Core:
     elif run.model.attention_dropout > 0:
         peak += 6 * sizes.core_heads * run.train.micro_batch_size * min(
             QUERY_BLOCK, run.data.seq_length) * run.data.seq_length * FP32 / parallel.ulysses
-    return _Core(kept, peak, before_exchange, exchanged)
+    fused = run.train.attention_backend != "unfused" and not run.model.attention_dropout and num_chunks(run) == 1
+    return _Core(kept, peak, before_exchange, exchanged, parallel.ring * (q + lse) if fused else 0.0)
 
 
 def _one_group(sizes: Sizes, groups: int) -> Sizes:

@@ -37,7 +37,7 @@ from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
 from megatron_sp.layout.sharding import GRADIENT_BUCKET, uses_fsdp
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
-from megatron_sp.plan.layer_activations import LayerMemory, layer_memory
+from megatron_sp.plan.layer_activations import LayerMemory, layer_memory, offloaded_results
 from megatron_sp.plan.sizes import FP32, Sizes, Weights
 
 #: What a process holds before it makes a tensor: interpreter and libraries; on a GPU the context and its libraries.
@@ -94,6 +94,7 @@ class _Rank:
         self.run, self.rank, self.device, self.counts_optimizer = run, rank, device, optimizer
         self.sizes, self.weights = Sizes.of(run), Weights.of(run)
         self.layer = layer_memory(run, device=device)
+        self.results = offloaded_results(run, self.layer)
         stages = stage_layers(run.model, run.parallel)
         numbers = stages_of_rank(run.parallel.pipeline_schedule, run.parallel.pp, run.parallel.stages_per_rank, rank)
         self.stages = [stages[number] for number in numbers]
@@ -283,14 +284,15 @@ class _Rank:
         return [(kept, max(layer.x + work, kept if memory.recompute_granularity == "selective" else 0.0))
                 ] * self.num_layers
 
+    def _offloaded_of_layer(self) -> float:
+        """Return the bytes that offload moves to host memory, of one layer: its inputs and attention's results."""
+        inputs = 2 if self.run.memory.attention_head_groups > 1 else 1
+        return inputs * self.layer.x + self.results
+
     def _offloaded(self) -> float:
-        """Return the bytes of layer inputs that are offloaded to host memory."""
-        memory = self.run.memory
-        if not memory.offload_activations:
-            return 0.0
-        twice = 2 if memory.attention_head_groups > 1 else 1
-        count = round(memory.offload_activations * len(self.layer_sets()))
-        return count * twice * self.layer.x * self.in_flight()
+        """Return the bytes of activations that are offloaded to host memory."""
+        count = round(self.run.memory.offload_activations * len(self.layer_sets()))
+        return count * self._offloaded_of_layer() * self.in_flight()
 
     def _staged(self) -> float:
         """Return the bytes of the copy that ``--async-save`` writes from: of equal copies one rank has one."""
@@ -318,8 +320,7 @@ class _Rank:
         """Yield the name of each moment of the diagram above and its bytes by component."""
         sets = self.layer_sets()
         num_offloaded = round(self.run.memory.offload_activations * len(sets))
-        inputs = 2 if self.run.memory.attention_head_groups > 1 else 1  # that a layer keeps, and offload moves
-        on_device = [kept - (inputs * self.layer.x if index < num_offloaded else 0)
+        on_device = [kept - (self._offloaded_of_layer() if index < num_offloaded else 0)
                      for index, (kept, _) in enumerate(sets)]
         other_microbatches = (self.in_flight() - 1) * sum(on_device)
         if self.run.parallel.pp > 1:  # the schedule keeps every stage's output until that microbatch's backward
@@ -330,9 +331,11 @@ class _Rank:
         for index in range(len(sets) - 1, -1, -1):
             done = self.num_layers - (index + 1) * unit
             previous = self.output if done == 0 else self.weights.layer
-            fetched = self.layer.x if index < num_offloaded else 0  # the layer's input, back from host memory
+            # The layer's input and attention's results are back from host memory, on a GPU also the results before.
+            fetched = self.layer.x + self.results if index < num_offloaded else 0
+            early = self.results if 0 < index < num_offloaded and self.device == "gpu" else 0
             yield f"backward of layer {index * unit}", {
-                "kept activations": sum(on_device[:index]) + other_microbatches + fetched,
+                "kept activations": sum(on_device[:index]) + other_microbatches + fetched + early,
                 "layer working set": sets[index][1] - fetched,
                 "gathered weights": self.gathered(layers=(index + 1) * unit, layer_now=True, output=False),
                 "gradients": (self.gradients(layers_done=done, working=0, previous=previous)

@@ -23,6 +23,7 @@ from megatron_sp.layout.tiles import num_chunks
 from megatron_sp.plan.communication import Traffic, step_traffic
 from megatron_sp.plan.devices import Device
 from megatron_sp.plan.flops import repeats_of, sequence_flops
+from megatron_sp.plan.layer_activations import layer_memory, offloaded_results
 from megatron_sp.plan.sizes import FP32, Sizes, Weights
 
 
@@ -125,7 +126,8 @@ def _host_bytes(run: Run) -> float:
     microbatches = max(1, run.train.global_batch_size // max(1, run.train.micro_batch_size * parallel.dp))
     microbatches *= num_chunks(run)
     layers = run.model.num_layers / parallel.pp
-    moved = 2 * memory.offload_activations * layers * sizes.outside * sizes.hidden * sizes.element * microbatches
+    of_layer = sizes.outside * sizes.hidden * sizes.element + offloaded_results(run, layer_memory(run, device="gpu"))
+    moved = 2 * memory.offload_activations * layers * of_layer * microbatches
     if memory.offload_key_values:
         moved += layers * microbatches * _fetched_keys(run, num_chunks(run))
     if memory.offload_optimizer:

@@ -12,7 +12,7 @@ def check_memory(run: Run) -> list[str]:
     memory, parallel = run.memory, run.parallel
     found = []
     if memory.offload_activations > 0 and not memory.recompute_granularity:
-        found.append(f"--offload-activations {memory.offload_activations:g} moves the inputs of recomputed layers; add "
+        found.append(f"--offload-activations {memory.offload_activations:g} moves what recomputed layers keep; add "
                      "--recompute-granularity full or selective.")
     tied = not run.model.untie_embeddings_and_output_weights
     if memory.offload_optimizer and parallel.pp > 1 and tied:

@@ -126,6 +126,9 @@ def test_host_memory_is_what_offload_moves() -> None:
     assert predict(run).host == 4 * 4096 * 256 * 4
     half = resolved(LLAMA + FULL + "--offload-activations 0.5")
     assert predict(half).host == 2 * 4096 * 256 * 4
+    selective = resolved(LLAMA + "--recompute-granularity selective --offload-activations")
+    heads = selective.model.num_attention_heads
+    assert predict(selective).host == 4 * 4096 * (2 * 256 + heads) * 4  # also attention's output and log-sum-exp
 
 
 def test_pipeline_takes_the_fullest_rank() -> None:
