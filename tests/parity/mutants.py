@@ -92,8 +92,7 @@ MUTANTS = {
         "train/chunk_recurrence.py", "for number in reversed(range(start, stop - 1))]", "for number in range(0)]", 1,
         CHUNKS, "loss"),
     "tokens of one rank as denominator": Mutant(
-        "train/train_step.py", "sum(batch.num_valid for batch in microbatches), \"fsdp\"",
-        "sum(batch.num_valid for batch in microbatches), \"tp\"", 2, U2, "loss"),
+        "train/train_step.py", "self.mesh.sum_over(mine, \"fsdp\")", "self.mesh.sum_over(mine, \"tp\")", 2, U2, "loss"),
     "evaluation counts masked tokens": Mutant(
         "train/forward_backward.py", "return total, sum(batch.num_valid for batch in microbatches)",
         "return total, sum(batch.labels.numel() for batch in microbatches)", 1, "", "evaluation loss"),
@@ -133,7 +132,8 @@ MUTANTS = {
         "data/documents.py", "self.eod_token) + (start + 1)", "self.eod_token) + (start + 2)", 1,
         f"{DOCUMENTS} --document-boundaries eod", "loss"),
     "no mask on later pipeline stages": Mutant(
-        "torch_internals.py", "**objects}", "**(objects if self.is_first else {})}", 2, f"{PP2} {DOCUMENTS}", "loss"),
+        "torch_internals.py", "if self.objects else {}",
+        "if self.objects and self.is_first else {\"sample_ids\": (0,)}", 2, f"{PP2} {DOCUMENTS}", "loss"),
 }
 #: Mutants of the default run of the tests; the others are marked slow.
 QUICK = ("label at the end of a shard", "clip by the squared norm", "gradients not unscaled",

@@ -14,6 +14,7 @@ from megatron_sp.config.schema import Run
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages, TiedWeights
+from megatron_sp.parallel.ulysses import Core
 from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import random_weights, reference_training
 from megatron_sp.proof.shrink import Small, shrink
@@ -92,12 +93,18 @@ def build_with_wrong_key_gradients(run: Run, mesh: ParallelMesh, dtype: torch.dt
     """Under Ulysses the first layer's keys get gradients that are 1% too large."""
     model = build_model(run, mesh, dtype)
 
-    def enlarge(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: gradient * 1.01)
+    def with_larger_gradients(core: Core) -> Core:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+            k = k.clone()
+            if k.requires_grad:
+                k.register_hook(lambda gradient: gradient * 1.01)
+            return core(q, k, v, **how)
+
+        return attend
 
     if mesh.size("ulysses") > 1:
-        model.layers["0"].attention.key.register_forward_hook(enlarge)  # type: ignore[index,operator,union-attr]
+        attention: Any = model.layers["0"].attention  # type: ignore[index,operator,union-attr]
+        attention.plan = replace(attention.plan, core=with_larger_gradients(attention.plan.core))
     return model
 
 
