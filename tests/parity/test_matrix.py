@@ -1,4 +1,4 @@
-"""Every layout of the matrix agrees with the plain model: fp64 gradients to 1e-9, three fp32 training steps to 1e-5.
+"""Every layout of the matrix agrees with the plain model: fp64 gradients to 1e-9, two fp32 training steps to 1e-5.
 
 The trainings use SGD with momentum, which shows a wrong scale of the gradients that Adam would hide, and Adam, which
 shows wrong moments and signs. Gradients are clipped, so that a wrong norm changes the result. Several layouts share one
@@ -26,7 +26,7 @@ from tests.helpers.spawn import run_ranks
 from tests.parity import matrix
 
 GRADIENTS, TRAINING = 1e-9, 1e-5  # tolerances
-STEPS = 3
+STEPS = 2
 #: How many layouts share a set of processes, by the number of ranks; 2 for all other numbers.
 PACK = {1: 4, 2: 5, 4: 5, 8: 3}
 #: A resolved run has the weight decay three times: its value now, at the start and at the end.
