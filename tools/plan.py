@@ -18,6 +18,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.values import counted  # noqa: E402
 from megatron_sp.config.load import load_run  # noqa: E402
 from megatron_sp.config.resolve import with_vocab  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
@@ -186,7 +187,7 @@ def main(argv: list[str]) -> int:
     else:
         run = best[0].run
         print(f"{parameters(run) / 1e9:.3f} B parameters on {own.devices} x {device.name}, global batch "
-              f"{run.train.global_batch_size}; {len(plans)} plans fit")
+              f"{run.train.global_batch_size}; {counted(len(plans), 'plan')} {'fits' if len(plans) == 1 else 'fit'}")
         print(table(best, device))
         print("\n".join([reason(plans[0], plans[1:], longest=own.max_seq_length), *best[0].memory.notes]))
     if own.output:

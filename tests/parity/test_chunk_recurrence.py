@@ -16,13 +16,13 @@ from megatron_sp.model.build import build_model
 from megatron_sp.model.reading import token_losses
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.proof.data import batch, local_microbatches
-from megatron_sp.proof.reference import keyed_dropout, random_weights, reference_evaluation
-from megatron_sp.proof.steps import differences, load_full, reference_step, step_in_layout
+from megatron_sp.proof.reference import random_weights, reference_evaluation
+from megatron_sp.proof.steps import load_full
 from megatron_sp.train.forward_backward import build_engine
 from tests.helpers.configs import Case
 from tests.helpers.spawn import run_ranks
+from tests.parity.against_one_process import TOLERANCE, check_gradients
 
-TOLERANCE = 1e-9
 CHUNK = "--sequence-chunk-size 16"
 FULL, SELECTIVE = "--recompute-granularity full", "--recompute-granularity selective"
 DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0.3"
@@ -71,33 +71,17 @@ def cases(world: int, layouts: list[Layout]) -> list[Case]:
             for flags, style, model in layouts]
 
 
-def worst(some: Sequence[Case]) -> dict[str, float]:
-    """On a rank: the largest difference of loss, norm and gradients of each case from the plain model."""
-    found: dict[str, float] = {}
-    for case in some:
-        run = case.run()
-        weights, data = random_weights(run), batch(run, case.masked)
-        expected = reference_step(run, weights, *data, keyed_dropout(run))
-        found[case.name] = max(differences(step_in_layout(run, weights, *data), expected).values())
-    return found
-
-
-def check(world: int, layouts: list[Layout]) -> None:
-    """Compare the cases on every rank."""
-    for rank, found in enumerate(run_ranks(worst, world, cases(world, layouts), timeout=280)):
-        assert len(found) == len(layouts)
-        assert not {name: value for name, value in found.items() if not value <= TOLERANCE}, rank
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients(name: str) -> None:
-    check(*LAYOUTS[name])
+    world, layouts = LAYOUTS[name]
+    check_gradients(world, cases(world, layouts))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_gradients_of_more_layouts(name: str) -> None:
-    check(*MORE[name])
+    world, layouts = MORE[name]
+    check_gradients(world, cases(world, layouts))
 
 
 def evaluation_errors(flags: Sequence[str], world: int) -> list[float]:

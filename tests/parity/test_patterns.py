@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_sp.proof.data import batch
-from megatron_sp.proof.reference import keyed_dropout, random_weights
-from megatron_sp.proof.steps import differences, reference_step, step_in_layout
 from tests.helpers.configs import Case
-from tests.helpers.spawn import run_ranks
+from tests.parity.against_one_process import check_gradients
 
-TOLERANCE = 1e-9
 BLOCK = "--attention-block-size 5 --attention-local-blocks 2"
 FIXED, BIRD = f"--attention-pattern fixed {BLOCK}", f"--attention-pattern bigbird {BLOCK}"
 LONG, STRIDED = f"--attention-pattern longformer {BLOCK}", f"--attention-pattern strided {BLOCK}"
@@ -51,28 +47,11 @@ def cases(world: int, layouts: list[tuple[str, str, str]]) -> list[Case]:
     return [Case(f"{style} {model} {flags}", world, flags, style, model, "ragged") for flags, style, model in layouts]
 
 
-def worst(some: list[Case]) -> dict[str, float]:
-    """On a rank: the largest difference of loss, norm and gradients of each case from the plain model."""
-    found: dict[str, float] = {}
-    for case in some:
-        run = case.run()
-        weights, data = random_weights(run), batch(run, case.masked)
-        expected = reference_step(run, weights, *data, keyed_dropout(run))
-        found[case.name] = max(differences(step_in_layout(run, weights, *data), expected).values())
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_gradients(world: int) -> None:
-    compare(world, LAYOUTS[world])
+    check_gradients(world, cases(world, LAYOUTS[world]))
 
 
 def test_gradients_of_few_layouts() -> None:
-    compare(2, ALWAYS)
-
-
-def compare(world: int, layouts: list[tuple[str, str, str]]) -> None:
-    for rank, found in enumerate(run_ranks(worst, world, cases(world, layouts), timeout=280)):
-        assert len(found) == len(layouts)
-        assert not {name: value for name, value in found.items() if not value <= TOLERANCE}, rank
+    check_gradients(2, cases(2, ALWAYS))

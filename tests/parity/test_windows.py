@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_sp.proof.data import batch
-from megatron_sp.proof.reference import keyed_dropout, random_weights
-from megatron_sp.proof.steps import differences, reference_step, step_in_layout
+from megatron_sp.proof.reference import random_weights
+from megatron_sp.proof.steps import differences, reference_step
 from tests.helpers.configs import Case
-from tests.helpers.spawn import run_ranks
+from tests.parity.against_one_process import check_gradients
 
-TOLERANCE = 1e-9
 W, MIXED = "--window-size 11", "--window-size 11 --window-attn-skip-freq 2"
 FULL, SELECTIVE = "--recompute-granularity full", "--recompute-granularity selective"
 DROPOUT = "--attention-dropout 0.3"
@@ -41,22 +40,9 @@ def cases(world: int) -> list[Case]:
             for flags, style, model in LAYOUTS[world]]
 
 
-def worst(some: list[Case]) -> dict[str, float]:
-    """On a rank: the largest difference of loss, norm and gradients of each case from the plain model."""
-    found: dict[str, float] = {}
-    for case in some:
-        run = case.run()
-        weights, data = random_weights(run), batch(run, case.masked)
-        expected = reference_step(run, weights, *data, keyed_dropout(run))
-        found[case.name] = max(differences(step_in_layout(run, weights, *data), expected).values())
-    return found
-
-
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_gradients(world: int) -> None:
-    for rank, found in enumerate(run_ranks(worst, world, cases(world), timeout=280)):
-        assert len(found) == len(LAYOUTS[world])
-        assert not {name: value for name, value in found.items() if not value <= TOLERANCE}, rank
+    check_gradients(world, cases(world))
 
 
 def test_the_window_matters_to_the_reference() -> None:

@@ -20,6 +20,7 @@ Sources: fixed and strided: Sparse Transformer (Child et al., arXiv 1904.10509);
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from typing import ClassVar
 
 
 @dataclass(frozen=True)
-class BlockPattern:
+class BlockPattern(ABC):
     """Which earlier blocks a block of queries sees. This class is the interface; subclasses are the patterns.
 
     Attributes:
@@ -48,6 +49,7 @@ class BlockPattern:
         """
         return head if self.by_head else 0
 
+    @abstractmethod
     def earlier(self, head: int, block: int) -> list[int]:
         """Return the numbers of the blocks before its own that a block of queries sees, ascending.
 
@@ -55,7 +57,6 @@ class BlockPattern:
             head: number of the query head within the model.
             block: number of the block of queries.
         """
-        raise NotImplementedError
 
     def count(self, head: int, block: int, first: int = 0) -> int:
         """Return how many of the ``earlier`` blocks have a number of at least ``first``."""
