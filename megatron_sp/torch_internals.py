@@ -9,6 +9,7 @@ clear message instead of failing later. The operators of fused attention are not
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ ALL_TO_ALL_OPERATOR = "_c10d_functional.all_to_all_single"
 #: The operators of torch's fused attention for CPUs: forward and backward.
 CPU_FLASH_OPERATORS = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+#: Options of ``torch.compile`` that make it overlap tensor parallelism's collectives with matrix products.
+TENSOR_OVERLAP_OPTIONS: dict[str, Any] = {"_micro_pipeline_tp": True}
 #: torch's names of the actions in a pipeline schedule that belong to the forward pass.
 FORWARD_ACTIONS = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
@@ -93,18 +96,23 @@ def will_run(node: Any, number: int) -> bool:
 
 def all_reduce(x: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the elementwise ``operation`` ("sum" or "max") of the tensors of all ranks of the group."""
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), operation, group))
+    return _finished(functional.all_reduce(x.contiguous(), operation, group))
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensors of all ranks of the group, concatenated along dimension 0 in rank order."""
-    return functional.wait_tensor(_find_collective("all_gather_single", "all_gather_tensor")(x.contiguous(), 0, group))
+    return _finished(_find_collective("all_gather_single", "all_gather_tensor")(x.contiguous(), 0, group))
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum the tensors of all ranks and return this rank's shard of the sum along dimension 0."""
     reduce = _find_collective("reduce_scatter_single", "reduce_scatter_tensor")
-    return functional.wait_tensor(reduce(x.contiguous(), "sum", 0, group))
+    return _finished(reduce(x.contiguous(), "sum", 0, group))
+
+
+def _finished(x: torch.Tensor) -> torch.Tensor:
+    """Return the result of a functional collective when it is there. In code that is compiled it is there already."""
+    return x if torch.compiler.is_compiling() else functional.wait_tensor(x)
 
 
 def start_all_to_all(x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -128,6 +136,51 @@ def start_all_to_all(x: torch.Tensor, send: list[int], receive: list[int], group
 def wait(x: torch.Tensor) -> torch.Tensor:
     """Wait for a collective that was started, and return its result. On a GPU only the stream waits, not the CPU."""
     return functional.wait_tensor(x)
+
+
+def tensor_overlap_problem(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Try the two operators that overlap a collective with a matrix product; all ranks of the group call this.
+
+    ``torch.compile`` puts them in place of an all-gather and the products after it, and of a product and the
+    reduce-scatter after it (``TENSOR_OVERLAP_OPTIONS``). They use memory that the GPUs of the group map from each
+    other, which torch calls symmetric memory.
+
+    Returns:
+        why they cannot be used on some rank of the group; "" if they work
+    """
+    if device.type != "cuda":
+        return "only GPUs can"
+    problem = ""
+    try:
+        _try_tensor_overlap(group, device)
+    except Exception as error:  # noqa: BLE001 (whatever torch raises without NVLink or in another version)
+        problem = f"torch's symmetric memory does not work among these GPUs ({str(error).splitlines()[0][:200]})"
+    works = torch.tensor(not problem, dtype=torch.int32, device=device)
+    dist.all_reduce(works, dist.ReduceOp.MIN, group=group)
+    return problem or ("" if works else "torch's symmetric memory does not work on another rank")
+
+
+def _try_tensor_overlap(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare both operators with the plain collectives and products on small tensors.
+
+    Raises:
+        RuntimeError: the results differ. torch's operators raise other errors.
+    """
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch calls it unneeded, and its compiler still asks for it
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+    world = dist.get_world_size(group)
+    x = torch.randn(64, 128, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(128, 128, device=device, dtype=torch.bfloat16)
+    operators, name = torch.ops.symm_mem, group.group_name
+    whole = all_gather(x, group)
+    gathered, (product,) = operators.fused_all_gather_matmul(x, [weight], 0, name)
+    summed = operators.fused_matmul_reduce_scatter(whole, weight, "sum", 0, name)
+    pairs = ((gathered, whole), (product, whole @ weight), (summed, reduce_scatter(whole @ weight, group)))
+    if not all(torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.5 * world) for a, b in pairs):
+        raise RuntimeError("its results are wrong")
 
 
 # ---------------------------------------------------------------- pipeline schedules

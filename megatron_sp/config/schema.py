@@ -199,6 +199,9 @@ class Parallel:
                                     "launcher's processes per node, else 8.")
     megatron_sp: bool = flag(False, "Split the activations between tensor-parallel regions over the tensor-parallel "
                                     "ranks (Megatron's meaning of the word; not Ulysses).", "--sequence-parallel")
+    tp_comm_overlap: bool = flag(False, "Compute matrix products while the tensor-parallel ranks exchange activations. "
+                                        "Has an effect on GPUs that are connected by NVLink, with --compile and "
+                                        "--sequence-parallel.")
     zero_stage: int = flag(0, "What is sharded over the data- and sequence-parallel ranks together: 0 nothing, 1 the "
                               "optimizer states, 2 also the gradients, 3 also the parameters.")
     fsdp_size: int = flag(0, "Shard within groups of this many ranks and replicate across them (hybrid sharding); "

@@ -21,3 +21,9 @@ def uses_fsdp(run: Run) -> bool:
     """
     shards = run.parallel.fsdp > 1 and run.parallel.zero_stage > 0
     return shards or run.precision.dtype != "float32" or run.memory.offload_optimizer
+
+
+def may_overlap_tensor(run: Run) -> bool:
+    """Return whether ``--tp-comm-overlap`` is given together with what it needs, apart from the hardware."""
+    parallel = run.parallel
+    return parallel.tp_comm_overlap and parallel.megatron_sp and parallel.tp > 1 and run.train.compile

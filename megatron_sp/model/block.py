@@ -20,7 +20,7 @@ from megatron_sp.model.norm_kernels import NormKernels
 from megatron_sp.model.rotary import Rotation
 from megatron_sp.parallel.random import Dropout
 from megatron_sp.parallel.tensor import TensorRegion
-from megatron_sp.torch_internals import ALL_TO_ALL_OPERATOR
+from megatron_sp.torch_internals import ALL_TO_ALL_OPERATOR, TENSOR_OVERLAP_OPTIONS
 
 
 class Block(nn.Module):
@@ -58,7 +58,8 @@ class Block(nn.Module):
         self.mlp = MLP(model, tile=mlp_tile, region=region, dtype=dtype)
         self.attention_dropout = Dropout(model.hidden_dropout, seed, f"{layer}/attention-output")
         self.mlp_dropout = Dropout(model.hidden_dropout, seed, f"{layer}/mlp-output")
-        self.compute = torch.compile(self._compute) if compiled else self._compute
+        options = TENSOR_OVERLAP_OPTIONS if region.overlapped else None
+        self.compute = torch.compile(self._compute, options=options) if compiled else self._compute
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: Sequence[int],
                 mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None,

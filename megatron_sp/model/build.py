@@ -132,7 +132,7 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
     holds more than its shards and one whole part. Parts are sharded before the stage as a whole: FSDP then gathers
     with the stage what no part has taken, which is a tied embedding, since both ends of the model need it.
     """
-    region = TensorRegion.of(mesh, run.parallel.megatron_sp)
+    region = TensorRegion.of(mesh, run.parallel.megatron_sp, overlapped=kernels.overlaps_tensor)
     model = assemble(run, stage, mesh, region, dtype, kernels)
     sharding = ZeroSharding(run, mesh)
     is_tied = not run.model.untie_embeddings_and_output_weights
@@ -167,7 +167,7 @@ def build_model(run: Run, mesh: ParallelMesh, dtype: torch.dtype = torch.float32
         dtype: type of the stored weights; the model computes in the type of ``run.precision``.
         kernels: None chooses them here.
     """
-    plans, kernels = plan_stages(run), kernels or choose_kernels(run, mesh.device)
+    plans, kernels = plan_stages(run), kernels or choose_kernels(run, mesh.device, mesh.group("tp"))
     if mesh.size("pp") == 1:
         return build_stage(run, plans[0], mesh, dtype, kernels)
     parallel = run.parallel

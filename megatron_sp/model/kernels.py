@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.masks.windows import layer_names, layer_windows
 from megatron_sp.layout.patterns.choice import layer_patterns
+from megatron_sp.layout.sharding import may_overlap_tensor
 from megatron_sp.model.attention.block_kernels import UnfusedBlockKernel, choose_block_kernel
 from megatron_sp.model.attention.cores import AttentionCore, SDPACore, choose_core
 from megatron_sp.model.attention.flex import FlexAttention, passes_flex_trial
@@ -17,6 +19,7 @@ from megatron_sp.model.attention.window import WindowAttention
 from megatron_sp.model.loss import adds_products_in_fp32
 from megatron_sp.model.norm_kernels import NormKernels, choose_norm_kernels
 from megatron_sp.parallel.ring import BlockKernel
+from megatron_sp.torch_internals import tensor_overlap_problem
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Kernels:
             train with ``core``.
         norms: compute every norm of the model.
         products_in_fp32: see ``loss.adds_products_in_fp32``.
+        overlaps_tensor: whether tensor parallelism's collectives overlap with matrix products, as ``--tp-comm-overlap``
+            asks. Only the compiler does that, with torch's symmetric memory between the GPUs of a group.
         warnings: sentences for the log on kernels that are installed or usual and cannot be used here.
     """
 
@@ -37,14 +42,31 @@ class Kernels:
     norms: NormKernels
     warnings: tuple[str, ...] = ()
     products_in_fp32: bool = False
+    overlaps_tensor: bool = False
 
 
-def choose_kernels(run: Run, device: torch.device) -> Kernels:
+def choose_kernels(run: Run, device: torch.device, tensor_group: dist.ProcessGroup | None = None) -> Kernels:
     """Return the kernels of a run. Kernels of other packages are tried on small examples first, which takes a moment.
+
+    Args:
+        tensor_group: the ranks of tensor parallelism, among which ``--tp-comm-overlap`` is tried; all of them call this
+            together. None: it is not used.
 
     Raises:
         ConfigError: a kernel that the user named cannot be used here.
     """
+    kernels = _choose_layer_kernels(run, device)
+    if tensor_group is None or not may_overlap_tensor(run):
+        return kernels
+    problem = tensor_overlap_problem(tensor_group, device)
+    if problem:
+        return replace(kernels, warnings=(*kernels.warnings, f"--tp-comm-overlap is not used: {problem}. Tensor "
+                                          "parallelism waits for its collectives, as without the flag."))
+    return replace(kernels, overlaps_tensor=True)
+
+
+def _choose_layer_kernels(run: Run, device: torch.device) -> Kernels:
+    """Return the kernels of attention, norms and loss."""
     products_in_fp32 = device.type == "cuda" and adds_products_in_fp32(device)
     choice, dtype = run.train.fused_kernels, getattr(torch, run.precision.dtype)
     norms = choose_norm_kernels("torch" if choice == "auto" and run.train.compile else choice, device)
@@ -118,4 +140,5 @@ def kernels_in_words(run: Run, kernels: Kernels) -> str:
         attention += f", {seen} in " + ("all layers" if count == layers else f"{count} of {layers} layers")
     fused = " (fused)" if run.optimizer.optimizer != "sgd" else ""
     compiled = "compiled" if run.train.compile else "not compiled"
+    compiled += ", tensor-parallel collectives beside products" if kernels.overlaps_tensor else ""
     return f"kernels: attention {attention}; norms {kernels.norms.name}; optimizer torch{fused}; layers {compiled}"

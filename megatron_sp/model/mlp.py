@@ -63,7 +63,7 @@ class MLP(nn.Module):
         """Return what the last product takes: [b, t, h] -> [b, t, f/tp]"""
         if gate is None:
             return self.activation(F.linear(x, up, up_bias))
-        raised, gated = products(x, (up, up_bias), (gate, gate_bias))
+        raised, gated = products(x, (up, up_bias), (gate, gate_bias), joined=self.region.overlapped)
         return self.activation(gated) * raised
 
     def compute(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, up_bias: torch.Tensor | None,

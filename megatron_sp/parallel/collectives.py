@@ -32,17 +32,21 @@ def all_reduce_max(x: torch.Tensor, group: Group) -> torch.Tensor:
     return torch_internals.all_reduce(x, "max", group)
 
 
-def _gather_dim(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+def _gather_dim(x: torch.Tensor, dim: int, group: Group, pieces: bool = False) -> torch.Tensor:
     world = dist.get_world_size(group)
+    if pieces:
+        return torch.cat(torch_internals.all_gather(x, group).chunk(world), dim)
     stacked = torch_internals.all_gather(x.contiguous().unsqueeze(0), group)
     return stacked.movedim(0, dim).reshape(*x.shape[:dim], world * x.shape[dim], *x.shape[dim + 1:])
 
 
-def _reduce_scatter_dim(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+def _reduce_scatter_dim(x: torch.Tensor, dim: int, group: Group, pieces: bool = False) -> torch.Tensor:
     world = dist.get_world_size(group)
-    pieces = x.unflatten(dim, (world, x.shape[dim] // world)).movedim(dim, 0)
+    if pieces:
+        return torch_internals.reduce_scatter(torch.cat(x.chunk(world, dim)), group)
+    ranks = x.unflatten(dim, (world, x.shape[dim] // world)).movedim(dim, 0)
     # The result must not be a view: FSDP warns of views that leave a module.
-    return torch_internals.reduce_scatter(pieces.flatten(0, 1), group)
+    return torch_internals.reduce_scatter(ranks.flatten(0, 1), group)
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -68,24 +72,24 @@ class _ReduceFromGroup(torch.autograd.Function):
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _gather_dim(x, 1, group)
+    def forward(ctx: Any, x: torch.Tensor, group: Group, pieces: bool) -> torch.Tensor:
+        ctx.group, ctx.pieces = group, pieces
+        return _gather_dim(x, 1, group, pieces)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _reduce_scatter_dim(grad, 1, ctx.group), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _reduce_scatter_dim(grad, 1, ctx.group, ctx.pieces), None, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _reduce_scatter_dim(x, 1, group)
+    def forward(ctx: Any, x: torch.Tensor, group: Group, pieces: bool) -> torch.Tensor:
+        ctx.group, ctx.pieces = group, pieces
+        return _reduce_scatter_dim(x, 1, group, pieces)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _gather_dim(grad, 1, ctx.group), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _gather_dim(grad, 1, ctx.group, ctx.pieces), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -213,23 +217,27 @@ def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _ReduceFromGroup.apply(x, group)
 
 
-def gather_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
+def gather_sequence(x: torch.Tensor, group: Group, *, pieces: bool = False) -> torch.Tensor:
     """All-gather the tokens of the group's shards; backward reduce-scatters their gradients.
 
     Args:
         x: [b, t, ...]
+        pieces: write it as a concatenation of the ranks' pieces. torch's compiler recognises only this form where it
+            overlaps collectives with matrix products (``--tp-comm-overlap``). A single sequence is copied in this form
+            and not in the other.
     Returns:
         [b, t*w, ...]
     """
-    return _GatherSequence.apply(x, group)
+    return _GatherSequence.apply(x, group, pieces)
 
 
-def reduce_scatter_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
+def reduce_scatter_sequence(x: torch.Tensor, group: Group, *, pieces: bool = False) -> torch.Tensor:
     """Sum the ranks' partial results and return this rank's tokens of the sum; backward all-gathers the gradients.
 
     Args:
         x: [b, t, ...]
+        pieces: see ``gather_sequence``.
     Returns:
         [b, t/w, ...]
     """
-    return _ReduceScatterSequence.apply(x, group)
+    return _ReduceScatterSequence.apply(x, group, pieces)

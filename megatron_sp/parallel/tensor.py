@@ -35,6 +35,8 @@ class TensorRegion:
     Attributes:
         mesh: the tp axis of ``ParallelMesh.weights``.
         megatron_sp: whether ``--sequence-parallel`` is given.
+        overlapped: write collectives and matrix products in the form in which torch's compiler recognises and overlaps
+            them (``--tp-comm-overlap``).
     """
 
     mesh: DeviceMesh
@@ -42,23 +44,28 @@ class TensorRegion:
     size: int
     rank: int
     megatron_sp: bool
+    overlapped: bool = False
 
     @classmethod
-    def of(cls, mesh: ParallelMesh, megatron_sp: bool) -> TensorRegion:
+    def of(cls, mesh: ParallelMesh, megatron_sp: bool, *, overlapped: bool = False) -> TensorRegion:
         size = mesh.size("tp")
-        return cls(mesh.weights["tp"], mesh.group("tp"), size, mesh.rank("tp"), megatron_sp and size > 1)
+        return cls(mesh.weights["tp"], mesh.group("tp"), size, mesh.rank("tp"), megatron_sp and size > 1, overlapped)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Give every rank all tokens: [b, t(/tp), h] -> [b, t, h]. Backward sums the gradients of the ranks."""
         if self.size == 1:
             return x
-        return gather_sequence(x, self.group) if self.megatron_sp else copy_to_group(x, self.group)
+        if self.megatron_sp:
+            return gather_sequence(x, self.group, pieces=self.overlapped)
+        return copy_to_group(x, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Sum the partial results of the ranks: [b, t, h] -> [b, t(/tp), h]."""
         if self.size == 1:
             return x
-        return reduce_scatter_sequence(x, self.group) if self.megatron_sp else reduce_from_group(x, self.group)
+        if self.megatron_sp:
+            return reduce_scatter_sequence(x, self.group, pieces=self.overlapped)
+        return reduce_from_group(x, self.group)
 
     def outside_tokens(self, num_tokens: int) -> tuple[int, int]:
         """Return which of ``num_tokens`` tokens inside the region this rank holds outside: the first, and how many."""
@@ -122,14 +129,16 @@ class _SumInputGradient(torch.autograd.Function):
     """Returns the results of several products of one x unchanged; backward computes the gradient of x from all.
 
     Autograd would compute the gradient of each product and add them up, which reads and writes tensors of the size of x
-    several times. Here each product adds to the result of the one before it.
+    several times. Here each product adds to the result of the one before it or, with ``joined``, all are one product
+    of the concatenated gradients and weights.
 
-    Args of ``apply``: x; the weights, detached; the results of ``F.linear(x.detach(), weight)``.
+    Args of ``apply``: x; ``joined``; the weights, detached; the results of ``F.linear(x.detach(), weight)``.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights_and_results: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        count = len(weights_and_results) // 2
+    def forward(ctx: Any, x: torch.Tensor, joined: bool,
+                *weights_and_results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.joined, count = joined, len(weights_and_results) // 2
         ctx.save_for_backward(*weights_and_results[:count])
         return tuple(y.view_as(y) for y in weights_and_results[count:])
 
@@ -137,7 +146,10 @@ class _SumInputGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         none = (None,) * len(grads)
         if not torch_internals.will_run(ctx, 0):
-            return None, *none, *grads
+            return None, None, *none, *grads
+        if ctx.joined:
+            joined = torch.cat(grads, -1).flatten(0, -2) @ torch.cat(ctx.saved_tensors)
+            return joined.view(*grads[0].shape[:-1], -1), None, *none, *grads
         total: torch.Tensor | None = None
         for grad, weight in zip(grads, ctx.saved_tensors):
             flat = grad.flatten(0, -2)
@@ -148,18 +160,23 @@ class _SumInputGradient(torch.autograd.Function):
             else:
                 total.addmm_(flat, weight)
         assert total is not None
-        return total.view(*grads[0].shape[:-1], -1), *none, *grads
+        return total.view(*grads[0].shape[:-1], -1), None, *none, *grads
 
 
-def products(x: torch.Tensor, *weights: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+def products(x: torch.Tensor, *weights: tuple[torch.Tensor, torch.Tensor | None],
+             joined: bool = False) -> tuple[torch.Tensor, ...]:
     """Return ``F.linear(x, weight, bias)`` for each weight [out, in] and bias [out]: [b, t, in] -> [b, t, out] each.
 
     The gradient of x, a sum over all weights, costs no more memory traffic than that of one product.
+
+    Args:
+        joined: compute the gradient of x as one product, which torch's compiler can overlap with the reduce-scatter
+            that follows it. It copies the gradients and the weights.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return tuple(F.linear(x, weight, bias) for weight, bias in weights)
     results = [F.linear(x.detach(), weight, bias) for weight, bias in weights]
-    return _SumInputGradient.apply(x, *(weight.detach() for weight, _ in weights), *results)
+    return _SumInputGradient.apply(x, joined, *(weight.detach() for weight, _ in weights), *results)
 
 
 class RowParallelLinear(nn.Module):

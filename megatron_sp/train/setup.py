@@ -138,7 +138,7 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     from megatron_sp.train.trainer import Trainer
 
     mesh = ParallelMesh.build(run.parallel, device)
-    kernels = choose_kernels(run, device)
+    kernels = choose_kernels(run, device, mesh.group("tp"))
     model = build_model(run, mesh, kernels=kernels)
     timers = Timers(run.logging.timing_log_level, device)
     step, state = TrainStep.build(run, model, mesh, timers), TrainState()

@@ -17,6 +17,7 @@ from megatron_sp.config.rules.sizes import check_batch, check_model, check_overl
 from megatron_sp.config.schema import Data, Run
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.sequence_split import split_note
+from megatron_sp.layout.sharding import may_overlap_tensor
 
 
 def check(run: Run) -> None:
@@ -170,6 +171,11 @@ def advice(run: Run) -> list[str]:
     if run.parallel.megatron_sp and run.parallel.tp == 1:
         notes.append("--sequence-parallel has no effect at --tensor-model-parallel-size 1"
                      + (" (to split sequences over ranks say --ulysses-size N)." if run.parallel.sp == 1 else "."))
+    if run.parallel.tp_comm_overlap and not may_overlap_tensor(run):
+        missing = {"--tensor-model-parallel-size 2 or more": run.parallel.tp == 1,
+                   "--sequence-parallel": not run.parallel.megatron_sp, "--compile": not run.train.compile}
+        needed = " and ".join(flag for flag, is_missing in missing.items() if is_missing)
+        notes.append(f"--tp-comm-overlap has no effect without {needed}.")
     if run.precision.loss_scale and not run.precision.fp16:
         notes.append(f"--loss-scale {run.precision.loss_scale:g} has no effect without --fp16.")
     if run.parallel.ring > 1 and run.train.attention_backend != "auto":

@@ -100,7 +100,8 @@ class Attention(nn.Module):
                      for group in self.groups)
             # Add in place and one by one, so that only the sum and one group's output exist at a time.
             return self.output.finish(functools.reduce(torch.Tensor.add_, parts))
-        qkv = self._heads(products(x, *(part.local() for part in (self.query, self.key, self.value))))
+        qkv = self._heads(products(x, *(part.local() for part in (self.query, self.key, self.value)),
+                                   joined=self.region.overlapped))
         o = self._attend(self.plan, qkv, rotation, sample_ids, mask, cache, chunk)
         return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
 

@@ -114,7 +114,7 @@ ESSENTIAL = """
     attention-pattern-per-layer attention-block-size attention-local-blocks attention-global-blocks
     attention-random-blocks attention-stride attention-blocks-by-head attention-pattern-seed
     ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
-    wandb-save-dir weight-decay zero-stage
+    wandb-save-dir weight-decay zero-stage tp-comm-overlap
 """.split()
 
 #: Flags of Megatron-DeepSpeed's parser that no launch script above uses; many belong to models other than GPT.

@@ -177,7 +177,7 @@ def test_the_mean_of_the_loss_is_not_mentioned_where_it_is_the_same() -> None:
 
 
 def test_what_only_tunes_makes_one_line_for_all() -> None:
-    flags = "--use-flash-attn --ds-fused-adam --torch-adam --tp-comm-overlap --tile-factor 2 --no-bias-gelu-fusion"
+    flags = "--use-flash-attn --ds-fused-adam --torch-adam --no-rope-fusion --tile-factor 2 --no-bias-gelu-fusion"
     (note,) = parse(flags.split()).notes
     assert all(flag in note for flag in flags.split() if flag.startswith("--"))
 

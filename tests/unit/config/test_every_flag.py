@@ -169,6 +169,7 @@ SETS = """
 --tokenizer-name-or-path /t                 data.tokenizer_model='/t'
 --tokenizer-type NullTokenizer              data.tokenizer_type='NullTokenizer'
 --train-data-path a                         data.train_data_path=('a',)
+--tp-comm-overlap                           parallel.tp_comm_overlap=True
 --train-iters 7                             train.train_iters=7
 --train-samples 7                           train.train_samples=7
 --train-tokens 7                            train.train_tokens=7
@@ -289,4 +290,4 @@ def test_it_has_an_effect(key: str) -> None:
 def test_nothing_is_left_out() -> None:
     assert BECOMES.keys() | NOT_READ.keys() <= schema_options().keys()
     assert SETTING <= ALL
-    assert len(ALL) == 167
+    assert len(ALL) == 168

@@ -28,7 +28,7 @@ HINTS: dict[str, int | str] = {
              "use-fused-sdpa-with-recompute compiled-autograd-fallback-mode", "?"),
     # communication
     **_names("""no-async-tensor-model-parallel-allreduce no-pipeline-parallel overlap-grad-reduce overlap-param-gather
-        overlap-param-gather-with-optimizer-step no-scatter-gather-tensors-in-pipeline tp-comm-overlap
+        overlap-param-gather-with-optimizer-step no-scatter-gather-tensors-in-pipeline
         defer-embedding-wgrad-compute overlap-p2p-communication overlap-p2p-communication-warmup-flush
         no-overlap-p2p-communication ddp-average-in-collective disable-gloo-process-groups use-nccl-ub
         fsdp-double-buffer fsdp-manual-registration no-pre-communication-optimization force-ds-sequence-parallel
