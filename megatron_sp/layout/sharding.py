@@ -7,6 +7,21 @@ from megatron_sp.config.schema import Parallel, Run
 #: Bytes of gradients that one all-reduce sums where FSDP2 is not used.
 GRADIENT_BUCKET = 32 << 20
 
+#: Largest gathered weights of a layer, in bytes, for which stage 3 gathers two layers ahead.
+SMALL_LAYER = 32 << 20
+
+
+def layers_ahead(layer_bytes: int) -> int:
+    """Return how many layers ahead ZeRO stage 3 gathers weights, in forward and in backward.
+
+    One is enough where a layer computes longer than the next one takes to arrive. Gathering a small layer takes as long
+    as its first bytes need to arrive, and that may be longer than the layer before it computes.
+
+    Args:
+        layer_bytes: of the gathered weights of a layer in the compute type.
+    """
+    return 2 if layer_bytes <= SMALL_LAYER else 1
+
 
 def num_weight_shards(parallel: Parallel) -> int:
     """Into how many shards each weight is cut over the data- and sequence-parallel ranks."""

@@ -27,7 +27,7 @@ from megatron_sp.model.norm import Norm
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages, TiedWeights
 from megatron_sp.parallel.sequence import first_query_head, match_heads, match_heads_in_kernel, parallel_attention
-from megatron_sp.parallel.tensor import TensorRegion, VocabParallelOutput
+from megatron_sp.parallel.tensor import TensorRegion, VocabParallelOutput, local_weight
 from megatron_sp.parallel.ulysses import Core
 from megatron_sp.parallel.zero import ZeroSharding
 
@@ -141,9 +141,12 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
         module.to_empty(device=mesh.device)
         initialise(module, name, run.model, run.train.seed, region)
 
+    layer_size = 0
     for name, block in model.layers.items():
         materialise(block, f"layers.{name}")
+        layer_size = sum(local_weight(p).numel() for p in block.parameters())
         sharding.wrap(block)
+    sharding.gather_ahead(list(model.layers.values()), layer_size)
     shared = is_tied and stage.is_first and stage.is_last
     if model.embedding is not None:
         materialise(model.embedding, "embedding")

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megatron_sp.config.schema import Run
-from megatron_sp.layout.sharding import uses_fsdp
+from megatron_sp.layout.sharding import layers_ahead, uses_fsdp
 from megatron_sp.parallel.mesh import ParallelMesh
 
 
@@ -75,6 +75,24 @@ class ZeroSharding:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_unshard_in_backward(backward_needs_weights)
+
+    def gather_ahead(self, layers: Sequence[nn.Module], num_parameters: int) -> None:
+        """In stage 3, gather the next layers while a layer computes: one layer ahead, or two where they are small.
+
+        FSDP's own order is one layer ahead in backward, and in forward as soon as the host comes to the next layer.
+
+        Args:
+            layers: in the order of the forward pass, each wrapped as one unit.
+            num_parameters: of one layer on this tensor-parallel rank.
+        """
+        units: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        if not (self.is_needed and self.reshard_after_forward and units):
+            return
+        element = (self.policy.param_dtype or torch.float32).itemsize
+        count = layers_ahead(element * num_parameters)
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1:index + 1 + count])
+            unit.set_modules_to_backward_prefetch(units[max(index - count, 0):index][::-1])
 
 
 def prepare_backward(model: nn.Module, zero_stage: int, *, is_last: bool) -> None:

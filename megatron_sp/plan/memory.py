@@ -34,7 +34,7 @@ from megatron_sp.config.schema import Run
 from megatron_sp.layout.masks.segments import Segments, window_reach
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.schedules import SCHEDULES, stages_of_rank
-from megatron_sp.layout.sharding import GRADIENT_BUCKET, uses_fsdp
+from megatron_sp.layout.sharding import GRADIENT_BUCKET, layers_ahead, uses_fsdp
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
 from megatron_sp.plan.layer_activations import LayerMemory, layer_memory, offloaded_results
@@ -211,8 +211,8 @@ class _Rank:
             return e * self.parameters
         if parallel.zero_stage < 3:
             return e * (ends + layers * w.layer + (0 if w.is_tied or not layers else self.embedding)) + fetched
-        if layer_now:  # this layer, and the next one, which is being gathered
-            return e * (ends + w.layer * min(2, layers))
+        if layer_now:  # this layer, and the next ones, which are being gathered
+            return e * (ends + w.layer * min(1 + layers_ahead(e * w.layer), layers))
         return e * ends + fetched
 
     def gradients(self, *, layers_done: int, working: int, previous: int) -> float:
