@@ -3,7 +3,7 @@
 # speed beside transformers and torchtitan, a profile, planned beside measured memory, and the longest sequence with each
 # technique. Results in benchmarks/results/gpu.json and gpu.md. Without a GPU a dry run at toy size.
 #
-#   bash benchmarks/gpu.sh [flags of benchmarks/gpu.py, for example --memory 79 --layers 8 --parts speed]
+#   bash benchmarks/gpu.sh [flags of benchmarks/gpu/measure.py, for example --memory 79 --layers 8 --parts speed]
 #
 #   NPROC        processes, one for each GPU                                    (default: 1)
 #   LIMIT        seconds for all of it                                          (default: 600)
@@ -30,4 +30,4 @@ if [ "${NPROC:-1}" -gt 1 ]; then
     start=("$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$NPROC")
 fi
 left=$((LIMIT - SECONDS))
-timeout --signal=INT --kill-after=10 "$left" "${start[@]}" benchmarks/gpu.py --seconds $((left - 20)) --smoke "$smoke" "$@"
+timeout --signal=INT --kill-after=10 "$left" "${start[@]}" benchmarks/gpu/measure.py --seconds $((left - 20)) --smoke "$smoke" "$@"

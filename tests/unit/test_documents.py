@@ -60,7 +60,7 @@ def test_named_files_exist(document: Path) -> None:
 @names
 def test_named_flags_exist(document: Path) -> None:
     """A flag in code is one of pretrain_gpt.py, of a tool, a benchmark or a test, or a known one of another program."""
-    programs = [*ROOT.glob("tools/*.py"), *ROOT.glob("docs/make/*.py"), *ROOT.glob("benchmarks/*.py"),
+    programs = [*ROOT.glob("tools/*.py"), *ROOT.glob("docs/make/*.py"), *ROOT.glob("benchmarks/**/*.py"),
                 ROOT / "tests/conftest.py", ROOT / "docs/reference/flags.md", ROOT / "docs/reference/megatron-flags.md"]
     known = {flag for path in programs for flag in flags_in(path.read_text(encoding="utf-8"))} | FOREIGN_FLAGS
     code = re.findall(r"```.*?^```|`[^`\n]+`", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py`` without a GPU: kinds of kernels, report, techniques, and the claims that wait for a GPU."""
+"""The benchmark of GPUs, run without one: kinds of kernels, report, techniques, and the claims that wait for a GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import PARTS, TECHNIQUES, parse
-from benchmarks.gpu_programs import SHAPES, kind_of, our_run, shares
-from benchmarks.gpu_report import report
+from benchmarks.gpu.measure import PARTS, TECHNIQUES, parse
+from benchmarks.gpu.programs import SHAPES, kind_of, our_run, shares
+from benchmarks.gpu.report import report
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.plan.memory import predict
 from megatron_sp.plan.sizes import Weights

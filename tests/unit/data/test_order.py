@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from benchmarks import data_order
+from benchmarks.data import data_order
 from megatron_sp.config.schema import Data
 from megatron_sp.data import blend as blends
 from megatron_sp.data import sample_order as order

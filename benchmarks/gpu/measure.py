@@ -4,7 +4,7 @@
 ``gpu.sh`` starts it, after the smoke test. The layers have the shapes of a 1.2B and an 8B model. Three parts:
 
 - speed: a training step at 8K, 32K and 128K tokens, ours with ``--memory-efficiency auto``, and beside it plain loops
-  around transformers' and torchtitan's models (``gpu_programs.py``). MFU, and planned beside measured memory.
+  around transformers' and torchtitan's models (``programs.py``). MFU, and planned beside measured memory.
 - profile: which share of a step's kernels are matrix products, attention, communication and copies, and the rest.
 - longest: for each memory technique the longest sequence that fits into ``--memory`` GiB. It starts at the length that
   the plan predicts and shortens it until a step fits, which also checks the plan.
@@ -23,13 +23,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.gpu_programs import (  # noqa: E402
+from benchmarks.gpu.programs import (  # noqa: E402
     OTHERS,
     SHAPES,
     TOY_SHAPES,
@@ -39,7 +39,7 @@ from benchmarks.gpu_programs import (  # noqa: E402
     our_step,
     shares,
 )
-from benchmarks.gpu_report import report  # noqa: E402
+from benchmarks.gpu.report import report  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.layout.patterns.choice import BLOCK_PATTERNS  # noqa: E402

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure how long the order of the samples of a large corpus takes to compute, and how much memory.
 
-    python benchmarks/data_order.py --documents 10_000_000 --samples 100_000_000
+    python benchmarks/data/data_order.py --documents 10_000_000 --samples 100_000_000
 
 The lengths of the documents are drawn at random; no data is needed. The script computes what a run computes once and
 keeps in its index cache, and then finds samples in it as a run does. It compares the shuffle of the samples with
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_sp.config.cli.values import parse_int  # noqa: E402
 from megatron_sp.data import sample_order as order  # noqa: E402

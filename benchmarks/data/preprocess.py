@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure how fast tools/preprocess_data.py tokenizes, against the tokenizer library alone, and its peak memory.
 
-    python benchmarks/preprocess.py --vocab-file vocab.json --merge-file merges.txt --tokenizer-model tokenizer.model
+    python benchmarks/data/preprocess.py --vocab-file vocab.json --merge-file merges.txt --tokenizer-model spm.model
 
 The input is made of the Python and text files of this interpreter and its packages, 50 MB as JSON lines; --input takes
 a file of your own. In turn, with the same number of processes and start-up included, the benchmark runs
@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_sp.output_files import write_json  # noqa: E402
