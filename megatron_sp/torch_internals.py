@@ -256,11 +256,13 @@ def cpu_flash_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.T
 
 def gpu_flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                         causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend on a GPU in half precision: q [b, n, t, d], k, v [b, n, t', d] -> o [b, n, t, d], log-sum-exp [b, n, t].
+    """Attend on a GPU in half precision: q [b, t, n, d], k, v [b, t', g, d] -> o [b, t, n, d], log-sum-exp [b, n, t].
 
-    Unlike the operator for CPUs, this one needs as many key/value heads as query heads.
+    Source: ``mha_fwd`` and ``mha_bwd`` in torch's ``flash_attn/flash_api.cpp``, which take any g that divides n. These
+    tensors have their tokens before their heads, unlike those of the operators of ``scaled_dot_product_attention``.
     """
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal,
+                                                         False)
     return o, lse
 
 
@@ -268,7 +270,28 @@ def gpu_flash_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.T
                                  o: torch.Tensor, lse: torch.Tensor,
                                  causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, given that of o; shapes as in ``gpu_flash_attention``."""
-    no_random_state = torch.zeros(2, dtype=torch.int64, device=q.device)  # only dropout needs one
+    no_random_state = torch.empty(2, dtype=torch.uint64, device=q.device)  # only dropout reads it
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, o, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal, no_random_state,
+        no_random_state)
+    return dq, dk, dv
+
+
+def gpu_sdpa_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                   causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend on a GPU in half precision: q [b, n, t, d], k, v [b, n, t', d] -> o [b, n, t, d], log-sum-exp [b, n, t].
+
+    This operator needs as many key/value heads as query heads.
+    """
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return o, lse
+
+
+def gpu_sdpa_flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                            o: torch.Tensor, lse: torch.Tensor,
+                            causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v, given that of o; shapes as in ``gpu_sdpa_flash``."""
+    no_random_state = torch.empty(2, dtype=torch.int64, device=q.device)  # only dropout reads it
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, no_random_state,
         no_random_state)

@@ -405,10 +405,10 @@ class Train:
                                   "likes: before training, around evaluations, every manual-gc-interval iterations.")
     manual_gc_interval: int = flag(0, "Iterations between garbage collections under --manual-gc; 0: none during "
                                       "training.")
-    attention_backend: str = flag("auto", "Attention core: sdpa (torch's fused attention), flash (flash attention 4, 3 "
-                                          "or 2 as found; GPU, half precision) or unfused (the quadratic reference); "
-                                          "auto: another package's flash where it is installed and agrees with the "
-                                          "reference, else sdpa.", "--attention-core",
+    attention_backend: str = flag("auto", "Attention core: sdpa (torch's fused attention), flash (the fastest of flash "
+                                          "attention 4, 3 and 2, cuDNN's and torch's that passes a trial; GPU, half "
+                                          "precision) or unfused (the quadratic reference); auto: on a GPU in half "
+                                          "precision like flash, sdpa if none passes, else sdpa.", "--attention-core",
                                   choices=("auto", "sdpa", "flash", "unfused"))
     fused_kernels: str = flag("auto", "Norm kernels: torch's, apex or liger; auto: on a GPU the first of "
                                      "the two that is installed and agrees with torch, else torch's.",

@@ -6,13 +6,24 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_sp.model.child_trials import error_in_words
+
 
 def same_results(kernel: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor],
                  inputs: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether two computations agree in half precision, in their results and in the gradients of ``inputs``.
+    """Return whether two computations agree, see ``disagreement``."""
+    return not disagreement(kernel, reference, inputs)
+
+
+def disagreement(kernel: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor],
+                 inputs: tuple[torch.Tensor, ...]) -> str:
+    """Compare two computations in half precision, in their results and in the gradients of ``inputs``.
 
     Another version of a package may give a function's arguments another meaning. A kernel that raises anything does not
     pass.
+
+    Returns:
+        "" if they agree, else what is wrong, in words that follow the name of the kernel
     """
     try:
         found: list[torch.Tensor] = []
@@ -20,7 +31,8 @@ def same_results(kernel: Callable[[], torch.Tensor], reference: Callable[[], tor
         for compute, results in ((kernel, found), (reference, wanted)):
             result = compute()
             results += [result.detach(), *torch.autograd.grad(result.float().square().sum(), inputs)]
-        return all(torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05 * float(y.abs().max()))
-                   for x, y in zip(found, wanted, strict=True))
-    except Exception:  # noqa: BLE001 (whatever another package raises, its kernel is not used)
-        return False
+        agree = all(torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05 * float(y.abs().max()))
+                    for x, y in zip(found, wanted, strict=True))
+    except Exception as error:  # noqa: BLE001 (whatever another package raises, its kernel is not used)
+        return error_in_words(error)
+    return "" if agree else "gives wrong results"

@@ -11,8 +11,9 @@ from megatron_sp.config.schema import Run
 from megatron_sp.layout.masks.windows import layer_names, layer_windows
 from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.layout.sharding import may_overlap_tensor
-from megatron_sp.model.attention.block_kernels import UnfusedBlockKernel, choose_block_kernel
-from megatron_sp.model.attention.cores import AttentionCore, SDPACore, choose_core
+from megatron_sp.model.attention.block_kernels import ChosenBlockKernel, UnfusedBlockKernel, choose_block_kernel
+from megatron_sp.model.attention.cores import AttentionCore, SDPACore, choose_core, failure_warnings
+from megatron_sp.model.attention.flash import Wanted, active_version, find_flash_attention
 from megatron_sp.model.attention.flex import FlexAttention, passes_flex_trial
 from megatron_sp.model.attention.patterns import PatternAttention
 from megatron_sp.model.attention.window import WindowAttention
@@ -48,6 +49,9 @@ class Kernels:
 def choose_kernels(run: Run, device: torch.device, tensor_group: dist.ProcessGroup | None = None) -> Kernels:
     """Return the kernels of a run. Kernels of other packages are tried on small examples first, which takes a moment.
 
+    All ranks call this together. The order matters: a version of flash attention that takes the place of torch's own is
+    chosen and activated before the block kernels are tried, which call the same operators.
+
     Args:
         tensor_group: the ranks of tensor parallelism, among which ``--tp-comm-overlap`` is tried; all of them call this
             together. None: it is not used.
@@ -70,26 +74,49 @@ def _choose_layer_kernels(run: Run, device: torch.device) -> Kernels:
     products_in_fp32 = device.type == "cuda" and adds_products_in_fp32(device)
     choice, dtype = run.train.fused_kernels, getattr(torch, run.precision.dtype)
     norms = choose_norm_kernels("torch" if choice == "auto" and run.train.compile else choice, device)
+    search = find_flash_attention(wanted_flash(run), device) if tries_flash(run, device) else None
     if uses_blocks(run):
-        chosen = choose_block_kernel(device, dtype, run.model.head_dim,
-                                     use="ring" if run.parallel.ring > 1 else "chunks")
+        chosen = _block_kernel(run, device, dtype, "ring" if run.parallel.ring > 1 else "chunks")
         core = SDPACore(windowed=WindowAttention(chosen.kernel), patterned=PatternAttention(chosen.kernel))
-        return Kernels(core, chosen.kernel, norms, chosen.warnings, products_in_fp32)
+        warnings = failure_warnings(search, run.model.head_dim, chosen.kernel.description) if search else ()
+        return Kernels(core, chosen.kernel, norms, warnings + chosen.warnings, products_in_fp32)
     windowed: WindowAttention | None = None
     patterned: PatternAttention | FlexAttention | None = None
     missing: tuple[str, ...] = ()
     windows, patterns = any(layer_windows(run.model)), any(layer_patterns(run.model))
     if (windows or patterns) and run.model.attention_dropout == 0 and run.train.attention_backend != "unfused":
-        chosen = choose_block_kernel(device, dtype, run.model.head_dim, use="window" if windows else "pattern")
+        chosen = _block_kernel(run, device, dtype, "window" if windows else "pattern")
         windowed = WindowAttention(chosen.kernel) if windows else None
         patterned, missing = PatternAttention(chosen.kernel) if patterns else None, chosen.warnings
         if patterned is not None and device.type == "cuda" and not run.train.compile:
             patterned = try_flex(run, patterned, device, dtype) or patterned
-            missing = () if isinstance(patterned, FlexAttention) and not windows else missing
     found = choose_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
-                       half_head_dim=run.model.head_dim if dtype != torch.float32 else 0,
-                       documents=run.data.reset_attention_mask, windowed=windowed, patterned=patterned)
-    return Kernels(found.core, UnfusedBlockKernel(), norms, found.warnings + missing, products_in_fp32)
+                        dtype=dtype, head_dim=run.model.head_dim, documents=run.data.reset_attention_mask,
+                        windowed=windowed, patterned=patterned, search=search)
+    inside = getattr(found.core, "inside_documents", None)
+    blocks_are_used = (windows and (inside is None or inside.varlen is None)) or isinstance(patterned, PatternAttention)
+    return Kernels(found.core, UnfusedBlockKernel(), norms, found.warnings + (missing if blocks_are_used else ()),
+                   products_in_fp32)
+
+
+def tries_flash(run: Run, device: torch.device) -> bool:
+    """Return whether a run may use another package's flash attention, and so tries all versions at its start."""
+    return (device.type == "cuda" and run.precision.dtype != "float32" and run.model.attention_dropout == 0
+            and run.train.attention_backend in ("auto", "flash"))
+
+
+def wanted_flash(run: Run) -> Wanted:
+    """Return what a version of flash attention must compute in a run."""
+    model = run.model
+    return Wanted(run.precision.dtype, model.head_dim, max(1, model.num_attention_heads // model.num_query_groups),
+                  whole=not uses_blocks(run), documents=run.data.reset_attention_mask,
+                  windows=any(layer_windows(model)), blocks=uses_blocks(run) or any(layer_patterns(model)))
+
+
+def _block_kernel(run: Run, device: torch.device, dtype: torch.dtype, use: str) -> ChosenBlockKernel:
+    wanted = wanted_flash(run)
+    return choose_block_kernel(device, dtype, wanted.head_dim, use=use, copies=wanted.copies,
+                               active=active_version())
 
 
 def try_flex(run: Run, otherwise: PatternAttention, device: torch.device, dtype: torch.dtype) -> FlexAttention | None:

@@ -11,7 +11,7 @@ All collectives here are functional: they return new tensors. So recomputation c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,21 @@ from megatron_sp import torch_internals
 from megatron_sp.transport.channel import Channel, Finish, SplitChange
 
 Group = dist.ProcessGroup
+T = TypeVar("T")
 
 
 def all_reduce_sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum over the group; not differentiable."""
     return torch_internals.all_reduce(x, "sum", group)
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return the objects of all ranks of the world, in rank order; without a process group only this one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def all_reduce_max(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megatron_sp.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.layout.length_schedule import Phase
 from megatron_sp.layout.patterns.choice import seen_in_words
+from megatron_sp.layout.tiles import tokens_at_once
 from megatron_sp.runtime import Environment, start, stop
 from megatron_sp.train.checkpoints.resume import choose_schedule, load, resume_notes
 from megatron_sp.train.checkpoints.state import TrainState
@@ -24,6 +25,9 @@ from megatron_sp.train.length_phases import run_of_phase, starting_phase
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.signals import StopSignals
+
+#: Tokens of a sequence from which unfused attention is most of a step.
+LONG_SEQUENCE = 8192
 
 if TYPE_CHECKING:
     from megatron_sp.data.build import Splits
@@ -103,14 +107,29 @@ def print_configuration(run: Run, notes: Sequence[str]) -> None:
             print(f"  {section + '.' + name:.<52} {value}")
 
 
-def advice(run: Run) -> list[str]:
-    """Return lines for the log on settings that users often choose unknowingly: slow attention, no output files."""
+def unfused_warnings(run: Run) -> list[str]:
+    """Return lines for the log on flags that make attention to long sequences unfused."""
     lines = []
-    dropout = run.model.attention_dropout
+    dropout, tokens = run.model.attention_dropout, run.data.seq_length
     if dropout and not run.train.skip_train:
         lines.append(f"WARNING: --attention-dropout {dropout:g} makes attention slow: no fused kernel computes it, and "
                      "at 2048 tokens a step takes about 7 times as long as without. Give --attention-dropout 0 unless "
                      "you need it (0.1 is Megatron's default; most models of today are trained without dropout)")
+        if tokens >= LONG_SEQUENCE:
+            lines[-1] += (f". This run has {tokens} tokens: at 8192, attention alone takes about 7 times as long, and "
+                          "its time grows with the square of the tokens")
+    is_used = run.parallel.ring == 1 and tokens_at_once(run) == tokens and not dropout
+    if run.train.attention_backend == "unfused" and is_used and tokens >= LONG_SEQUENCE:
+        heads = -(-run.model.num_attention_heads // (run.parallel.tp * run.parallel.ulysses))
+        size = run.train.micro_batch_size * heads * tokens ** 2 * 4 / 2**30
+        lines.append(f"WARNING: --attention-core unfused forms the scores of all pairs of {tokens} tokens at once: "
+                     f"{size:,.1f} GiB in fp32 on each rank, several times. Give --attention-core auto")
+    return lines
+
+
+def advice(run: Run) -> list[str]:
+    """Return lines for the log on settings that users often choose unknowingly: slow attention, no output files."""
+    lines = unfused_warnings(run)
     if not run.checkpoint.save:
         lines.append("no --save: neither metrics.jsonl nor config.json nor a checkpoint is written")
     if run.logging.log_throughput:
@@ -132,12 +151,15 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     """
 
     from megatron_sp.model.build import build_model
-    from megatron_sp.model.kernels import choose_kernels, kernels_in_words
+    from megatron_sp.model.kernels import choose_kernels, kernels_in_words, tries_flash
     from megatron_sp.parallel.mesh import ParallelMesh
     from megatron_sp.train.train_step import TrainStep
     from megatron_sp.train.trainer import Trainer
 
     mesh = ParallelMesh.build(run.parallel, device)
+    if mesh.global_rank == 0 and tries_flash(run, device):
+        print("trying the versions of flash attention that are installed, each on every GPU in a process of its own; "
+              "--attention-core sdpa leaves this out", flush=True)
     kernels = choose_kernels(run, device, mesh.group("tp"))
     model = build_model(run, mesh, kernels=kernels)
     timers = Timers(run.logging.timing_log_level, device)

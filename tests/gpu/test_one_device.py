@@ -17,7 +17,8 @@ from megatron_sp.config.schema import Run
 from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.patterns.blocks import BigBird
 from megatron_sp.model.attention.block_kernels import GPUFlashBlockKernel, UnfusedBlockKernel, agrees_with_unfused
-from megatron_sp.model.attention.cores import SDPACore, UnfusedCore, choose_core
+from megatron_sp.model.attention.cores import AttentionCore, SDPACore, UnfusedCore, choose_core
+from megatron_sp.model.attention.flash import Wanted, find_flash_attention
 from megatron_sp.model.attention.flex import FlexAttention, passes_flex_trial
 from megatron_sp.model.attention.patterns import PatternAttention
 from megatron_sp.model.build import build_model
@@ -28,7 +29,7 @@ from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import TensorRegion
 from tests.helpers.configs import STYLES, tiny_run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def qkv(device: torch.device, dtype: torch.dtype, kv_heads: int, s: int = 300) -> list[torch.Tensor]:
@@ -42,13 +43,19 @@ def with_gradients(core: Any, inputs: list[torch.Tensor], mask: AttentionMask = 
     return [o.detach(), *torch.autograd.grad((o * o.detach().roll(1, 1)).sum(), inputs)]
 
 
+def core_of(name: str, device: torch.device, documents: bool = False) -> AttentionCore:
+    """Return what ``--attention-core name`` means on this GPU, in bf16 at head width 64."""
+    search = find_flash_attention(Wanted("bfloat16", 64, documents=documents), device) if name == "flash" else None
+    return choose_core(name, dropout=False, device=device, dtype=torch.bfloat16, head_dim=64, documents=documents,
+                       search=search).core
+
+
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("name", ["sdpa", "flash"])
 def test_attention_equals_the_fp64_reference(device: torch.device, name: str, kv_heads: int) -> None:
     half = qkv(device, torch.bfloat16, kv_heads)
     exact = [x.detach().double().requires_grad_() for x in half]
-    for got, want in zip(with_gradients(choose_core(name, dropout=False, device=device, half_head_dim=64).core, half),
-                         with_gradients(UnfusedCore(), exact)):
+    for got, want in zip(with_gradients(core_of(name, device), half), with_gradients(UnfusedCore(), exact)):
         assert (got.double() - want).norm() < 0.02 * want.norm()
 
 
@@ -57,7 +64,7 @@ def test_attention_equals_the_fp64_reference(device: torch.device, name: str, kv
 def test_attention_inside_documents_equals_the_fp64_reference(device: torch.device, name: str, kv_heads: int) -> None:
     """One variable-length kernel computes all documents, and none of its values reaches another document."""
     mask = AttentionMask(((0, 1, 129, 170), (0,)))
-    core: Any = choose_core(name, dropout=False, device=device, half_head_dim=64, documents=True).core
+    core: Any = core_of(name, device, documents=True)
     assert core.inside_documents.varlen is not None, "no variable-length kernel passed its trial"
     half = qkv(device, torch.bfloat16, kv_heads)
     exact = [x.detach().double().requires_grad_() for x in half]

@@ -178,10 +178,11 @@ def advice(run: Run) -> list[str]:
         notes.append(f"--tp-comm-overlap has no effect without {needed}.")
     if run.precision.loss_scale and not run.precision.fp16:
         notes.append(f"--loss-scale {run.precision.loss_scale:g} has no effect without --fp16.")
-    if run.parallel.ring > 1 and run.train.attention_backend != "auto":
+    no_effect_on_blocks = run.train.attention_backend in ("flash", "unfused")  # "sdpa" keeps to torch's own kernels
+    if run.parallel.ring > 1 and no_effect_on_blocks:
         notes.append(f"--attention-core {run.train.attention_backend} has no effect with --ring-size "
                      f"{run.parallel.ring}: a ring is made of block kernels.")
-    if run.memory.sequence_chunk_size and run.train.attention_backend != "auto":
+    if run.memory.sequence_chunk_size and no_effect_on_blocks:
         notes.append(f"--attention-core {run.train.attention_backend} has no effect with --sequence-chunk-size "
                      f"{run.memory.sequence_chunk_size}: chunks attend with block kernels.")
     if run.parallel.ring > 1 and run.data.reset_attention_mask:

@@ -9,6 +9,7 @@ change or drop. So a run uses them only where they exist and, on a GPU, give the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ class CPUFlashBlockKernel:
 class GPUFlashBlockKernel:
     """torch's flash attention for GPUs; half precision, head widths that are multiples of 8 up to 256.
 
-    Its operator wants as many key/value heads as query heads, so grouped heads are copied.
+    It takes grouped key/value heads as they are. Where a version of torch's registry is active, that version computes.
     """
 
     description = "torch's flash attention"
@@ -89,8 +90,35 @@ class GPUFlashBlockKernel:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ring.BlockKernel``."""
+        return torch_internals.gpu_flash_attention(q, k, v, causal)
+
+    def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+                 lse: torch.Tensor, causal: bool) -> Triple:
+        """See ``ring.BlockKernel``."""
+        return torch_internals.gpu_flash_attention_backward(grad, q, k, v, o, lse, causal)
+
+
+class NamedKernel:
+    """A block kernel that the log calls by another name."""
+
+    def __init__(self, kernel: BlockKernel, description: str):
+        self.forward, self.backward, self.description = kernel.forward, kernel.backward, description
+
+
+class CopyingGPUFlashBlockKernel:
+    """The same attention through the operators of ``scaled_dot_product_attention``, which take no grouped heads.
+
+    So each query head gets a copy of its key/value head. This serves where ``GPUFlashBlockKernel`` does not pass its
+    trial.
+    """
+
+    description = "torch's flash attention with copied key/value heads"
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``ring.BlockKernel``."""
         k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
-        o, lse = torch_internals.gpu_flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
+        o, lse = torch_internals.gpu_sdpa_flash(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
         return o.transpose(1, 2), lse
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
@@ -99,30 +127,50 @@ class GPUFlashBlockKernel:
         copies = q.shape[2] // k.shape[2]
         k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
         grad, q, k, v, o = (x.transpose(1, 2) for x in (grad, q, k, v, o))
-        dq, dk, dv = (x.transpose(1, 2) for x in torch_internals.gpu_flash_attention_backward(
-            grad, q, k, v, o, lse, causal))
+        dq, dk, dv = (x.transpose(1, 2) for x in torch_internals.gpu_sdpa_flash_backward(grad, q, k, v, o, lse, causal))
         if copies > 1:  # the gradient of a head is the sum over its copies
             dk, dv = (x.unflatten(2, (-1, copies)).sum(3, dtype=torch.float32) for x in (dk, dv))
         return dq, dk, dv
 
 
-def agrees_with_unfused(kernel: BlockKernel, device: torch.device, head_dim: int = 16) -> bool:
-    """Return whether a kernel gives what ``UnfusedBlockKernel`` gives, forward and backward, on a small example.
+def gpu_kernels() -> tuple[BlockKernel, ...]:
+    """Return the block kernels for GPUs, the fastest first."""
+    return GPUFlashBlockKernel(), CopyingGPUFlashBlockKernel()
 
+
+def first_that_agrees(kernels: Sequence[BlockKernel], device: torch.device, head_dim: int,
+                      dtype: torch.dtype = torch.bfloat16, copies: int = 2) -> BlockKernel | None:
+    """Return the first kernel that passes ``agrees_with_unfused``, or None."""
+    return next((kernel for kernel in kernels if agrees_with_unfused(kernel, device, head_dim, dtype, copies)), None)
+
+
+def agrees_with_unfused(kernel: BlockKernel, device: torch.device, head_dim: int = 16,
+                        dtype: torch.dtype = torch.bfloat16, copies: int = 2) -> bool:
+    """Return whether a kernel gives what ``UnfusedBlockKernel`` gives, forward and backward, on small examples.
+
+    The examples are those of a ring: a square of queries and keys with the causal mask, the later half of the queries
+    with all keys, all queries with the earlier half of the keys, and one query, for which kernels take another way.
     This finds an operator that has another signature or meaning in this torch before a run relies on it.
+
+    Args:
+        copies: query heads of each key/value head.
     """
     unfused, generator = UnfusedBlockKernel(), torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(1, 32, heads, head_dim, generator=generator).to(device, torch.bfloat16)
-                     for heads in (4, 2, 2, 4))
+    q, k, v, grad = (torch.randn(2, 32, heads, head_dim, generator=generator).to(device, dtype)
+                     for heads in (2 * copies, 2, 2, 2 * copies))
+    half, whole, one = slice(0, 16), slice(0, 32), slice(5, 6)
     try:
         results = []
-        for causal in (True, False):
-            o, lse = unfused.forward(q, k, v, causal)
-            want = (o, lse, *unfused.backward(grad, q, k, v, o, lse, causal))
-            got = (*kernel.forward(q, k, v, causal), *kernel.backward(grad, q, k, v, o, lse, causal))
-            results += [torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05) for x, y in zip(got, want)]
+        for asked, seen, causal in ((whole, whole, True), (slice(16, 32), whole, False), (whole, half, False),
+                                    (one, half, False), (one, one, True)):
+            given = q[:, asked], k[:, seen], v[:, seen]
+            o, lse = unfused.forward(*given, causal)
+            want = (o, lse, *unfused.backward(grad[:, asked], *given, o, lse, causal))
+            got = (*kernel.forward(*given, causal), *kernel.backward(grad[:, asked], *given, o, lse, causal))
+            results += [x.shape == y.shape and torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05)
+                        for x, y in zip(got, want, strict=True)]
         return all(results)
-    except (RuntimeError, TypeError, NotImplementedError, AttributeError):
+    except Exception:  # noqa: BLE001 (another package's kernel may raise anything)
         return False
 
 
@@ -147,13 +195,15 @@ class ChosenBlockKernel:
     warnings: tuple[str, ...] = ()
 
 
-def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *,
-                        use: str = "ring") -> ChosenBlockKernel:
+def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *, use: str = "ring",
+                        copies: int = 2, active: str = "") -> ChosenBlockKernel:
     """Return the fastest block kernel that takes this type and head width and computes right on the device.
 
     Args:
         dtype: the type in which attention computes.
         use: what the blocks are of, a key of ``USES``; for warnings.
+        copies: query heads of each key/value head.
+        active: what computes in place of torch's flash attention, in words, if another version is active.
     """
     kernel: BlockKernel = CPUFlashBlockKernel() if device.type == "cpu" else GPUFlashBlockKernel()
     changed = (f"does not work in torch {torch.__version__}, whose operators are missing or have changed. Install a "
@@ -167,8 +217,9 @@ def choose_block_kernel(device: torch.device, dtype: torch.dtype, head_dim: int,
         reason = (f"takes head widths that are multiples of 8 up to 256, and this model has {head_dim}. Choose another "
                   "--kv-channels")
     else:
-        reason = "" if agrees_with_unfused(kernel, device, head_dim) else changed
+        found = first_that_agrees(gpu_kernels(), device, head_dim, dtype, copies)
+        kernel, reason = found or kernel, "" if found else changed
     if not reason:
-        return ChosenBlockKernel(kernel)
+        return ChosenBlockKernel(NamedKernel(kernel, active) if active else kernel)
     return ChosenBlockKernel(UnfusedBlockKernel(), (
         f"{USES[use].who} unfused, which is many times slower, because {kernel.description} {reason}.",))

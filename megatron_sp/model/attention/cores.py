@@ -20,12 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.masks.attention_mask import CAUSAL, DOCUMENTS, PATTERN, WINDOW, AttentionMask
 from megatron_sp.model.attention.documents import DocumentAttention, Varlen, Windowed, first_keys, send
-from megatron_sp.model.attention.flash import (
-    FlashAttention,
-    find_flash_attention,
-    passes_varlen_trials,
-    torch_varlen,
-)
+from megatron_sp.model.attention.flash import FlashAttention, FlashSearch, passes_varlen_trials, torch_varlen
 from megatron_sp.model.attention.patterns import hidden_keys
 from megatron_sp.model.attention.unfused import AttentionDropout, attend_in_query_blocks, block_attention
 from megatron_sp.model.norm_kernels import require_gpu
@@ -184,47 +179,87 @@ class ChosenCore:
     warnings: tuple[str, ...] = ()
 
 
-def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, half_head_dim: int = 0,
-                documents: bool = False, windowed: Windowed | None = None,
-                patterned: Windowed | None = None) -> ChosenCore:
+def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, dtype: torch.dtype = torch.float32,
+                head_dim: int = 64, documents: bool = False, windowed: Windowed | None = None,
+                patterned: Windowed | None = None, search: FlashSearch | None = None) -> ChosenCore:
     """Return the core that ``--attention-core name`` means on this device.
 
-    "auto" means flash attention of another package, if one is installed and computes right, else "sdpa". torch's own
-    flash attention is one of the kernels that "sdpa" chooses from.
+    "auto" means the version of fused attention that a search found, if there was one, else "sdpa". "sdpa" lets torch
+    choose among its own kernels.
 
     Args:
-        half_head_dim: head width where attention computes in half precision, else 0.
+        dtype: the type in which attention computes.
         documents: whether tokens attend only to their own document.
         windowed: attends within a window where the kernel itself cannot; None: the run has no windows.
         patterned: attends under a pattern of blocks; None: the run has none.
+        search: see ``flash.find_flash_attention``; None: nothing was searched for.
 
     Raises:
         ConfigError: the name is "flash", and there is no GPU or no version of flash attention works on it.
     """
     if name == "unfused":
         return ChosenCore(UnfusedCore())
-    warnings: tuple[str, ...] = ()
     if name == "flash":
         require_gpu("--attention-core flash", device)
-    if name == "flash" or (name == "auto" and device.type == "cuda" and half_head_dim and not dropout):
-        search = find_flash_attention(device, half_head_dim, include_torchs=name == "flash", documents=documents,
-                                      windows=windowed is not None)
-        if name == "flash" and search.found is None:
-            raise ConfigError(f"--attention-core flash: at head width {half_head_dim}, none of these computes right on "
-                              f"this GPU: {', '.join(search.failed)}. Use --attention-core sdpa")
-        used = search.found.description if search.found else SDPACore.description
-        warnings = tuple(f"{failed} is installed, but gives wrong results or errors at head width {half_head_dim} on "
-                         f"this GPU. The run uses {used} instead." for failed in search.failed)
-        if search.found is not None:
+        if search is not None and search.found is None:
+            raise ConfigError(f"--attention-core flash: at head width {head_dim}, no version of fused attention passes "
+                              f"its trial on this GPU: {failures_in_words(search)}. Use --attention-core sdpa")
+    warnings: tuple[str, ...] = ()
+    if search is not None:
+        warnings = failure_warnings(search, head_dim, search.found.description if search.found else
+                                    SDPACore.description)
+        if search.found is not None and not dropout:
+            if documents and search.found.varlen is None:
+                warnings += (_one_document_after_another(search.found.description, head_dim),)
             return ChosenCore(FlashCore(search.found, windowed, patterned), warnings)
-    has_flash = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-    varlen = None
-    windows = windowed is not None
-    if (documents or windows) and device.type == "cuda" and half_head_dim and gpu_form(
-            torch.bfloat16, half_head_dim, has_flash=has_flash) == "grouped heads":
-        varlen = torch_varlen if passes_varlen_trials(torch_varlen, device, half_head_dim, windows) else None
+    return _choose_sdpa(dropout, device, dtype, head_dim, documents, windowed, patterned, warnings)
+
+
+def _choose_sdpa(dropout: bool, device: torch.device, dtype: torch.dtype, head_dim: int, documents: bool,
+                 windowed: Windowed | None, patterned: Windowed | None, warnings: tuple[str, ...]) -> ChosenCore:
+    """Return torch's attention, with its kernel for documents and windows if that computes right here."""
+    if device.type != "cuda":
+        return ChosenCore(SDPACore(windowed=windowed, patterned=patterned), warnings)
+    has_flash = torch.cuda.get_device_capability(device) >= (8, 0)
+    form, varlen, windows = gpu_form(dtype, head_dim, has_flash=has_flash), None, windowed is not None
+    if form == "query blocks" and not dropout:
+        warnings += (query_blocks_warning(dtype, head_dim),)
+    if (documents or windows) and form == "grouped heads":
+        varlen = torch_varlen if passes_varlen_trials(torch_varlen, device, dtype, head_dim, windows) else None
         if varlen is None and documents:
-            warnings += (f"torch's flash attention for documents does not compute right at head width {half_head_dim} "
-                         "on this GPU. The run attends to one document after another, which is slow where documents "
-                         "are short.",)
+            warnings += (_one_document_after_another("torch's flash attention", head_dim),)
     return ChosenCore(SDPACore(has_flash=has_flash, varlen=varlen, windowed=windowed, patterned=patterned), warnings)
+
+
+def failures_in_words(search: FlashSearch) -> str:
+    """Return which versions did not pass their trial, and why; those with one reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for description, why in search.failed:
+        by_reason.setdefault(why, []).append(description)
+    return "; ".join(f"{' and '.join(names)} {why}" for why, names in by_reason.items()) or "none takes these inputs"
+
+
+def failure_warnings(search: FlashSearch, head_dim: int, used: str) -> tuple[str, ...]:
+    """Return a sentence on the versions that are installed and cannot be used; none if all passed."""
+    if not search.failed:
+        return ()
+    return (f"in trials at head width {head_dim} on this GPU, {failures_in_words(search)}. The run uses {used} "
+            "instead.",)
+
+
+def query_blocks_warning(dtype: torch.dtype, head_dim: int) -> str:
+    """Return what the log says where no kernel of a GPU takes the input."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.float64:
+        cure = "Give --bf16"
+    elif dtype in HALF:
+        cure = "Choose a --kv-channels that is a multiple of 8"
+    else:
+        cure = "Choose a --kv-channels that is a multiple of 4, or give --bf16"
+    return (f"attention is computed unfused in blocks of queries, which is many times slower, because no fused kernel "
+            f"of this GPU takes {name} at head width {head_dim}. {cure}.")
+
+
+def _one_document_after_another(description: str, head_dim: int) -> str:
+    return (f"the kernel of {description} for documents does not compute right at head width {head_dim} on this GPU. "
+            "The run attends to one document after another, which is slow where documents are short.")

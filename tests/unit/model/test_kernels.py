@@ -6,7 +6,6 @@ import functools
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +19,7 @@ from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.errors import ConfigError
 from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model import norm_kernels
-from megatron_sp.model.attention import block_kernels, cores, flash
+from megatron_sp.model.attention import block_kernels, cores
 from megatron_sp.model.attention.block_kernels import (
     CPUFlashBlockKernel,
     GPUFlashBlockKernel,
@@ -28,14 +27,7 @@ from megatron_sp.model.attention.block_kernels import (
     agrees_with_unfused,
     choose_block_kernel,
 )
-from megatron_sp.model.attention.cores import SDPACore, choose_core, gpu_form
-from megatron_sp.model.attention.flash import (
-    FlashAttention,
-    FlashSearch,
-    find_flash_attention,
-    installed_versions,
-)
-from megatron_sp.model.attention.unfused import block_attention
+from megatron_sp.model.attention.cores import SDPACore, gpu_form
 from megatron_sp.model.kernels import choose_kernels, kernels_in_words
 from megatron_sp.model.norm import rms_norm
 from megatron_sp.model.norm_kernels import PACKAGES, choose_norm_kernels
@@ -69,118 +61,12 @@ def test_auto_takes_a_package_that_agrees(monkeypatch: pytest.MonkeyPatch, offse
     assert norm_kernels._first_that_agrees(CPU).name == used
 
 
-def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    return block_attention(q, k, v, 0, causal, None)[0]
-
-
-def masks_wrongly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    return block_attention(q, k, v, 0, not causal, None)[0]
-
-
-def raises(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    raise RuntimeError("no kernel image is available for execution on the device")
-
-
-@pytest.mark.parametrize("installed, found, failed", [
-    ([right, right], 4, ()),
-    ([masks_wrongly, right], 3, ("flash attention 4",)),
-    ([raises, lambda q, k, v, causal: q, right], 2, ("flash attention 4", "flash attention 3")),
-    ([raises], None, ("flash attention 4",)),
-    ([], None, ())])
-def test_the_newest_flash_attention_that_is_right_is_found(installed: list[Any], found: int | None,
-                                                           failed: tuple[str, ...]) -> None:
-    """A version that is installed and fails must not hide an older one that works."""
-    versions = [FlashAttention(f"flash attention {4 - index}", attend) for index, attend in enumerate(installed)]
-    search = find_flash_attention(CPU, 32, include_torchs=False, versions=lambda: iter(versions))
-    assert (search.found and search.found.description) == (found and f"flash attention {found}")
-    assert search.failed == failed
-
-
-def each_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
-                  longest: int, window: int = 0) -> torch.Tensor:
-    """Stand in for a package's variable-length kernel."""
-    ends = lengths.tolist()
-    return torch.cat([right(q[None, start:stop], k[None, start:stop], v[None, start:stop], True)[0]
-                      for start, stop in zip(ends, ends[1:])])
-
-
-def joined_documents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
-    return right(q[None], k[None], v[None], True)[0]
-
-
-@pytest.mark.parametrize("varlen, documents, kept", [(each_document, True, True), (joined_documents, True, False),
-                                                     (raises, True, False), (each_document, False, False)])
-def test_a_kernel_for_documents_has_a_trial_of_its_own(varlen: Any, documents: bool, kept: bool) -> None:
-    """Where it fails, the version attends to one document after another, and stays in use."""
-    version = FlashAttention("flash attention 4", right, varlen)
-    found = find_flash_attention(CPU, 32, include_torchs=False, documents=documents,
-                                 versions=lambda: iter([version])).found
-    assert found is not None and found.description == "flash attention 4" and (found.varlen is varlen) == kept
-
-
-@pytest.mark.parametrize("knows_groups", [True, False])
-def test_torchs_kernel_for_documents_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch, knows_groups: bool) -> None:
-    """From torch 2.12 on it takes grouped heads and wants to be told; before, each query head needs a copy."""
-    from torch.nn.attention import varlen
-
-    def new(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int,
-            max_k: int, *, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False) -> torch.Tensor:
-        assert enable_gqa == (q.shape[1] != k.shape[1]) and window_size == (-1, 0)
-        assert cu_q.dtype == torch.int32 and cu_q is cu_k and max_q == max_k
-        return each_document(q, k, v, cu_q, max_q)
-
-    def old(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int,
-            max_k: int, *, window_size: tuple[int, int] = (-1, -1)) -> torch.Tensor:
-        assert q.shape[1] == k.shape[1]
-        return new(q, k, v, cu_q, cu_k, max_q, max_k, window_size=window_size)
-
-    monkeypatch.setattr(varlen, "varlen_attn", new if knows_groups else old)
-    assert flash.passes_varlen_trial(flash.torch_varlen, CPU, 16)
-
-
 def test_the_log_says_how_a_run_attends_inside_documents() -> None:
     run = tiny_run([*STYLES["llama"].split(), "--reset-attention-mask"])
     words = kernels_in_words(run, choose_kernels(run, CPU))
     assert "scaled_dot_product_attention inside documents (one call for each);" in words
     ring = load_run(f"{STYLES['llama']} {TRAINING} --ring-size 2 --reset-attention-mask".split(), 2)[1]
     assert any("balances whole sequences and not documents" in note for note in ring)
-
-
-def test_torchs_own_flash_attention_has_a_trial_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    restored: list[int] = []
-    monkeypatch.setattr(flash, "_restore_torchs_flash", lambda: restored.append(1))
-    monkeypatch.setattr(flash, "torch_flash", masks_wrongly)
-    versions = [FlashAttention("flash attention 4", raises)]
-    search = find_flash_attention(CPU, 32, include_torchs=True, versions=lambda: iter(versions))
-    assert search == FlashSearch(None, ("flash attention 4", "torch's flash attention"))
-    assert restored == [1], "version 4 does not stay in the place of torch's own"
-
-
-def test_a_version_that_cannot_be_activated_hides_no_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def activate(version: str) -> None:
-        if version == "FA4":
-            raise RuntimeError("not for this GPU")
-
-    monkeypatch.setattr(flash.attention, "list_flash_attention_impls", lambda: ["FA3", "FA4"], raising=False)
-    monkeypatch.setattr(flash.attention, "activate_flash_attention_impl", activate, raising=False)
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=right))
-    assert [version.description for version in installed_versions()] == [
-        "flash attention 3 (through torch)", "flash attention 2 (flash-attn)"]
-
-
-def test_flash_attention_that_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    search = FlashSearch(FlashAttention("flash attention 2", right), ("flash attention 4",))
-    monkeypatch.setattr(cores, "find_flash_attention", lambda *args, **how: search)
-    chosen = choose_core("auto", dropout=False, device=GPU, half_head_dim=32)
-    assert chosen.core.description == "flash attention 2"
-    assert chosen.warnings == ("flash attention 4 is installed, but gives wrong results or errors at head width 32 on "
-                               "this GPU. The run uses flash attention 2 instead.",)
-    search = FlashSearch(None, ("flash attention 4", "torch's flash attention"))
-    with pytest.raises(ConfigError, match="none of these computes right on this GPU: flash attention 4, torch's flash"):
-        choose_core("flash", dropout=False, device=GPU, half_head_dim=32)
-    chosen = choose_core("auto", dropout=False, device=GPU, half_head_dim=32)
-    assert isinstance(chosen.core, SDPACore) and "uses torch's scaled_dot_product_attention" in chosen.warnings[0]
 
 
 @pytest.mark.parametrize("dtype, head_dim, has_flash, form", [
@@ -234,11 +120,6 @@ def test_a_ring_is_named_by_its_blocks() -> None:
     flags = f"{STYLES['llama']} {TRAINING} --ring-size 2 --attention-core unfused"
     assert any("--attention-core unfused has no effect with --ring-size 2" in note
                for note in load_run(flags.split(), 2)[1])
-
-
-def test_flash_is_refused_without_a_gpu_and_with_dropout() -> None:
-    with pytest.raises(ConfigError, match="--attention-core flash needs a GPU"):
-        choose_core("flash", dropout=False, device=CPU)
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -16,6 +16,7 @@ from megatron_sp.train.health.replicas import bit_hash
 from megatron_sp.train.report.peak_flops import peak_tflops
 from megatron_sp.train.report.profile import StepProfiler
 from megatron_sp.train.report.timers import Timers, gather_times, times_in_words
+from megatron_sp.train.setup import unfused_warnings
 from tests.helpers.configs import STYLES, tiny_run
 
 LLAMA = STYLES["llama"].split()
@@ -131,3 +132,16 @@ def test_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_tflops(half, torch.device("cuda")) == peak
     assert peak_tflops(tiny_run(LLAMA), torch.device("cuda")) == 0.0
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--seq-length 4096 --attention-dropout 0.1", ["at 2048 tokens a step takes about 7 times"]),
+    ("--seq-length 16384 --attention-dropout 0.1", ["This run has 16384 tokens: at 8192, attention alone"]),
+    ("--seq-length 16384 --attention-core unfused", ["of all pairs of 16384 tokens at once: 4.0 GiB in fp32"]),
+    ("--seq-length 16384 --attention-core unfused --tensor-model-parallel-size 2", ["at once: 2.0 GiB in fp32"]),
+    ("--seq-length 4096 --attention-core unfused", []), ("--seq-length 16384", [])])
+def test_unfused_attention_to_long_sequences_is_told(flags: str, words: list[str]) -> None:
+    run = tiny_run([*STYLES["llama"].split(), *flags.split()], 2 if "tensor" in flags else 1)
+    lines = unfused_warnings(run)
+    assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines))
+    assert all("Give --attention-" in line for line in lines)
