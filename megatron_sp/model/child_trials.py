@@ -8,8 +8,8 @@ child pays for that instead of the run::
     child 2                                                                     import, try D -> passed
 
 A child tries one kernel after another and reports each result at once. After the first one that does not pass, its
-process is not trusted any more: the run ends it, and a new child tries the rest. This module does not import torch, so that a child
-that needs no torch starts in a moment.
+process is not trusted any more: the run ends it, and a new child tries the rest. This module does not import torch, so
+that a child that needs no torch starts in a moment.
 """
 
 from __future__ import annotations
