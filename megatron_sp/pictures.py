@@ -29,6 +29,13 @@ def load_pyplot() -> Any:
     return pyplot
 
 
+def picture_problems(path: str | os.PathLike[str] | None, flag: str = "--output") -> list[str]:
+    """Return what is wrong with the name of a picture to write: nothing, or that its ending is not that of a PNG."""
+    if path is None or os.fspath(path).lower().endswith(".png"):
+        return []
+    return [f"{flag} {os.fspath(path)} must end in .png."]
+
+
 def save_picture(figure: Figure, path: str | os.PathLike[str], dpi: int = 150, flag: str = "--output") -> None:
     """Write a figure as a PNG and close it. The file appears only when it is complete.
 

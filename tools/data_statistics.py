@@ -22,6 +22,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.data.token_files.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
@@ -48,8 +49,7 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("prefix", metavar="PREFIX", help="path of the data set without .bin and .idx")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     return parser

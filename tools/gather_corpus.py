@@ -24,6 +24,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.errors import DataError  # noqa: E402
 from megatron_sp.output_files import complete_file  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
@@ -82,8 +83,7 @@ def write_corpus(output: Path, root: Path, modules: list[Path]) -> tuple[int, in
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("input and output")
     group.add_argument("--root", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), metavar="DIR",
                        help="directory with Python modules (default: the standard library, %(default)s)")

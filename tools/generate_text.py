@@ -24,6 +24,7 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
     sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp import runtime  # noqa: E402
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 
@@ -114,8 +115,7 @@ def print_continuations(model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("model and tokenizer")
     group.add_argument("--load", type=Path, required=True, metavar="DIR",
                        help="directory with checkpoints (--save of the training)")

@@ -27,6 +27,7 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
     sys.path.insert(0, str(CHECKOUT))
 
 from megatron_sp import runtime  # noqa: E402
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.errors import CheckpointError, ConfigError  # noqa: E402
 from megatron_sp.progress import progress_bar  # noqa: E402
 
@@ -215,8 +216,7 @@ def prune(arguments: argparse.Namespace) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, action: Any, text: str) -> argparse.ArgumentParser:

@@ -22,6 +22,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
+from megatron_sp.config.cli.values import counted  # noqa: E402
 from megatron_sp.data.token_files.indexed_dataset import bin_path  # noqa: E402
 from megatron_sp.data.token_files.token_writer import merge_token_sets  # noqa: E402
 from megatron_sp.errors import DataError  # noqa: E402
@@ -65,8 +67,7 @@ def _without_ending(name: str) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX",
                         help="token sets: prefixes with or without .bin or .idx, quoted patterns, or directories, "
                              "whose sets are taken in the order of their names")
@@ -81,10 +82,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
     prefixes = find_prefixes(arguments.input, arguments.output_prefix)
+    number = counted(len(prefixes), "set")
     # The delay keeps the bar away from errors about the sets, which are opened first.
-    with progress_bar(unit=" tokens", unit_scale=True, desc=f"joining {len(prefixes)} sets", delay=1) as bar:
+    with progress_bar(unit=" tokens", unit_scale=True, desc=f"joining {number}", delay=1) as bar:
         merged = merge_token_sets(prefixes, arguments.output_prefix, arguments.checksum, bar.update)
-    print(f"{arguments.output_prefix}: {len(prefixes)} sets, {merged.num_documents:,} documents, {merged.num_tokens:,} "
+    print(f"{arguments.output_prefix}: {number}, {merged.num_documents:,} documents, {merged.num_tokens:,} "
           "tokens")
 
 

@@ -18,13 +18,14 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.config.cli.values import counted  # noqa: E402
 from megatron_sp.config.load import load_run  # noqa: E402
 from megatron_sp.config.resolve import with_vocab  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.output_files import complete_file  # noqa: E402
-from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
+from megatron_sp.pictures import load_pyplot, picture_problems, save_picture  # noqa: E402
 from megatron_sp.plan.devices import DEVICES, GIB, Device, device_of_flags  # noqa: E402
 from megatron_sp.plan.lengths import planned_run  # noqa: E402
 from megatron_sp.plan.memory import COMPONENTS, LABELS, predict  # noqa: E402
@@ -45,10 +46,10 @@ FILLED_IN = {"--lr": "1e-4", "--train-iters": "1", "--global-batch-size": "1", "
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's own flags. All other flags describe the run, as for pretrain_gpt.py."""
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     usage="plan.py --devices N --device NAME (--fastest | --max-seq-length) "
-                                           "MODEL AND TRAINING FLAGS OF pretrain_gpt.py")
+    parser = ToolParser(description=__doc__, epilog=EXAMPLES, allow_abbrev=False,
+                        formatter_class=argparse.RawDescriptionHelpFormatter,
+                        usage="plan.py --devices N --device NAME (--fastest | --max-seq-length) "
+                              "MODEL AND TRAINING FLAGS OF pretrain_gpt.py")
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--fastest", action="store_true", help="shortest step at the given --seq-length (the default)")
     goal.add_argument("--max-seq-length", action="store_true", help="longest sequence that fits")
@@ -164,6 +165,7 @@ def main(argv: list[str]) -> int:
     device, wrong = device_of_flags(own.device, own.device_memory, own.host_memory,
                                     min(own.devices, own.devices_per_node))
     problems += wrong
+    problems += picture_problems(own.plot, "--plot")
     if own.max_seq_length and has_schedule(words):
         problems.append("--max-seq-length looks for the longest sequence, and --seq-length-schedule says how long "
                         "sequences are; leave one of the two out.")

@@ -35,7 +35,7 @@ from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.layout.masks.windows import layer_names  # noqa: E402
 from megatron_sp.layout.patterns.blocks import pairs_in_pattern  # noqa: E402
 from megatron_sp.layout.patterns.choice import LayerAttention, layer_attention  # noqa: E402
-from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
+from megatron_sp.pictures import load_pyplot, picture_problems, save_picture  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 if TYPE_CHECKING:
@@ -175,9 +175,7 @@ def read_run(words: list[str], output: Path | None = None) -> tuple[Run, list[st
     problems = [*parsed.problems]
     if run.data.seq_length < 1 and not any("--seq-length" in problem for problem in problems):
         problems.append("--seq-length N of 1 or more is required: the tokens of a sequence.")
-    problems += check_attention(run)
-    if output and output.suffix.lower() != ".png":
-        problems.append(f"--output {output} must end in .png.")
+    problems += check_attention(run) + picture_problems(output)
     if problems:
         raise ConfigError(problems)
     return run, attention_notes(run)

@@ -22,11 +22,12 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.config.load import load_run  # noqa: E402
 from megatron_sp.config.resolve import with_vocab  # noqa: E402
 from megatron_sp.config.schema import Run  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
-from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
+from megatron_sp.pictures import load_pyplot, picture_problems, save_picture  # noqa: E402
 from megatron_sp.plan.memory import COMPONENTS, predict  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
@@ -195,8 +196,7 @@ def longest_length(flags: str, gpus: int, limit: float) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("devices")
     group.add_argument("--gpus", type=int, default=8, metavar="N",
                        help=f"devices that share a sequence, from 1 to {HEADS} (default: %(default)s)")
@@ -216,6 +216,7 @@ def main(argv: list[str]) -> None:
         problems.append(f"--gpus {arguments.gpus} must be between 1 and {HEADS}: each device needs a head of Llama-8B")
     if not 0 < arguments.limit < math.inf:
         problems.append(f"--limit {arguments.limit:g} must be above 0")
+    problems += picture_problems(arguments.output)
     if problems:
         raise ConfigError(problems)
     if arguments.published:

@@ -27,8 +27,9 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.errors import ConfigError, DataError  # noqa: E402
-from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
+from megatron_sp.pictures import load_pyplot, picture_problems, save_picture  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 from megatron_sp.train.report.metrics_file import NAME, read_metrics  # noqa: E402
 
@@ -266,8 +267,7 @@ def _reference(text: str) -> tuple[str, float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("input and output")
     group.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="metrics.jsonl, or the directory that holds it")
     group.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to write")
@@ -290,10 +290,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
+    problems = picture_problems(arguments.output)
     if arguments.smooth < 0:
-        raise ConfigError(f"--smooth {arguments.smooth} must be at least 0")
+        problems.append(f"--smooth {arguments.smooth} must be at least 0")
     if arguments.compare and len(arguments.runs) < 2:
-        raise ConfigError("--compare needs two runs or more: the first, and those to compare with it")
+        problems.append("--compare needs two runs or more: the first, and those to compare with it")
+    if problems:
+        raise ConfigError(problems)
     runs = [read_run(argument) for argument in arguments.runs]
     if arguments.compare:
         lines = compared(runs[0], runs[1:])

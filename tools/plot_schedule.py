@@ -27,9 +27,10 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.layout.schedules import SCHEDULES, chunk_order, takes_microbatches  # noqa: E402
-from megatron_sp.pictures import load_pyplot, save_picture  # noqa: E402
+from megatron_sp.pictures import load_pyplot, picture_problems, save_picture  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 #: For each kind of action: how long it takes with one stage per rank, in units of a forward, and its colour.
@@ -175,8 +176,7 @@ def plot(actions: list[Action], title: str, path: Path) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("pipeline")
     group.add_argument("--pp", type=int, required=True, metavar="N",
                        help="pipeline ranks (--pipeline-model-parallel-size of the training)")
@@ -194,8 +194,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     flags = build_parser().parse_args(argv)
+    problems = picture_problems(flags.output)
     if flags.pp < 1:
-        raise ConfigError(f"--pp {flags.pp} must be at least 1")
+        problems.append(f"--pp {flags.pp} must be at least 1")
+    if problems:
+        raise ConfigError(problems)
     per_rank = flags.stages_per_rank or SCHEDULES[flags.schedule].default_stages_per_rank
     if per_rank not in STAGES[flags.schedule]:
         raise ConfigError(f"--stages-per-rank {per_rank}: --schedule {flags.schedule} takes "

@@ -26,6 +26,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this file, which then finds the package anyway
     sys.path.insert(0, str(CHECKOUT))
 
+from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.data.corpus.inputs import FORMATS, Part, find_parts, total_size  # noqa: E402
 from megatron_sp.data.corpus.readers import parse, read_blocks  # noqa: E402
 from megatron_sp.data.corpus.records import BadRecords, Skipped  # noqa: E402
@@ -127,8 +128,7 @@ def train(words: Counter[str], output: Path, vocab_size: int) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("input and output")
     group.add_argument("--input", nargs="+", required=True, metavar="FILE",
                        help="files, directories or quoted patterns such as 'data/*.jsonl': JSON lines, text files (one "

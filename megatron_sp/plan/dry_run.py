@@ -31,10 +31,13 @@ def dry_run(flags: PlanFlags, argv: Sequence[str], world_size: int, devices_per_
         ConfigError: with every problem of the command line.
     """
     problems = device_of_flags(flags.device or DEFAULT_DEVICE, "")[1]
+    try:
+        size = flags.world_size or (world_size if world_size > 1 else smallest_world(argv))
+        run, notes = load_run(argv, size, files=False, devices_per_node=devices_per_node, plan=True)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems], error.notes) from None
     if problems:
         raise ConfigError(problems)
-    size = flags.world_size or (world_size if world_size > 1 else smallest_world(argv))
-    run, notes = load_run(argv, size, files=False, devices_per_node=devices_per_node, plan=True)
     if size > max(1, flags.world_size, world_size):
         notes.append(f"Planned for {size} processes, which one copy of the model needs; --world-size N plans for more.")
     per_node = run.parallel.devices_per_node or DEFAULT_DEVICES_PER_NODE

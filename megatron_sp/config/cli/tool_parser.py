@@ -26,6 +26,9 @@ class ToolParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError with argparse's message, behind each flag that is one typing mistake from a known one."""
         known = self._option_string_actions
+        _, _, extra = message.partition("unrecognized arguments: ")
+        if unknown := [word for word in extra.split() if word.startswith("--")]:
+            raise ConfigError([unknown_flag(word, known) for word in unknown])
         slips = [word for word in self._words if word.startswith("--") and word.partition("=")[0] not in known
                  and nearest_flag(word.partition("=")[0], known)]
         if slips and "required" in message:  # the flag that is missing may be the misspelled one
