@@ -10,21 +10,18 @@ reaches a layer, the side stream copies its input back::
 Only tensors of the shape and type of the layer's input are moved, never parameters. Where the two halves of a layer
 are recomputed apart, the input of the second half has this shape too and is moved as well.
 
-With selective recomputation layers keep the results of attention too, so that backward need not compute them again.
-``ResultsOnHost`` moves these in the same way.
+With selective recomputation layers keep the results of attention too. ``results.ResultsOnHost`` moves these in the
+same way.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_sp.activations.storage import HostStorage, Stored
 
@@ -90,80 +87,3 @@ class ActivationOffload:
             self._host.prefetch(entry.previous.stored)
             entry.previous = None
         return self._host.get(entry.stored)
-
-
-class ResultsOnHost:
-    """Keeps the results of some operators of a model's layers in host memory between forward and backward.
-
-    Layers share one object, so that backward of a layer starts to fetch the results of the layer before it.
-    """
-
-    def __init__(self) -> None:
-        self._storage = HostStorage()
-        self._latest: LayerResults | None = None
-
-    def of_next_layer(self) -> LayerResults:
-        """Return where the layer whose forward begins now keeps its results."""
-        self._latest = LayerResults(self._storage, self._latest)
-        return self._latest
-
-
-class LayerResults:
-    """The results of one layer in the order of its forward.
-
-    Args:
-        previous: the layer whose forward was before, which backward needs next.
-    """
-
-    def __init__(self, storage: HostStorage, previous: LayerResults | None):
-        self._storage, self._previous = storage, previous
-        self._kept: deque[Any] = deque()
-
-    def put(self, result: Any) -> None:
-        """Keep the result of an operator: a tensor, or tensors and numbers."""
-        self._kept.append(tree_map_only(torch.Tensor, self._storage.put, result))
-
-    def take(self) -> Any:
-        """Return the results one after another, in the order in which they were put."""
-        if self._previous is not None:
-            self._previous.prefetch()
-            self._previous = None
-        return tree_map_only(Stored, self._storage.get, self._kept.popleft())
-
-    def prefetch(self) -> None:
-        """Start to bring all results to the device."""
-        for stored in tree_leaves(list(self._kept)):
-            if isinstance(stored, Stored):
-                self._storage.prefetch(stored)
-
-
-class KeepResults(TorchDispatchMode):
-    """While a layer's forward runs, keeps the results of some operators.
-
-    Args:
-        operators: names such as "aten.mm".
-    """
-
-    def __init__(self, operators: Sequence[str], results: LayerResults):
-        super().__init__()
-        self.operators, self.results = operators, results
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if operator_name(function) in self.operators:
-            self.results.put(result)
-        return result
-
-
-class TakeResults(KeepResults):
-    """While a layer's forward runs again in backward, returns the kept results in place of running the operators."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator_name(function) in self.operators:
-            return self.results.take()
-        return function(*args, **(kwargs or {}))
-
-
-def operator_name(function: Any) -> str:
-    """Return an operator's name without its default overload: "aten.mm"."""
-    return str(function).removesuffix(".default")

@@ -15,10 +15,18 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from megatron_sp.activations.offload import KeepResults, ResultsOnHost, TakeResults, operator_name
+from megatron_sp.activations.results import (
+    KeepResults,
+    KeptResults,
+    LayerResults,
+    ResultsOnHost,
+    TakeResults,
+    operator_name,
+)
+from megatron_sp.activations.storage import DeviceStorage
 from megatron_sp.torch_internals import ALL_TO_ALL_OPERATOR
 
-#: Operators that compute attention. Selective recomputation keeps their results.
+#: Operators that compute attention. Selective recomputation keeps their results, except inside ``KeptResults.once``.
 ATTENTION_OPERATORS = (
     "aten._scaled_dot_product_flash_attention",  # also flash attention 3 and 4 where torch's registry put them here
     "aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_efficient_attention",
@@ -46,8 +54,10 @@ class Replay:
             self.is_active = False
 
 
-def _policy(keep: Sequence[str], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator_name(operator) in keep else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(keep: Sequence[str], results: KeptResults, _: Any, operator: Any, *args: Any,
+            **kwargs: Any) -> CheckpointPolicy:
+    is_kept = operator_name(operator) in keep and not results.computes
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
@@ -57,7 +67,8 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 def recompute(function: Callable[..., torch.Tensor], *args: Any, replay: Replay | None = None,
-              keep: Sequence[str] = (), on_host: ResultsOnHost | None = None) -> torch.Tensor:
+              keep: Sequence[str] = (), results: KeptResults | None = None,
+              on_host: ResultsOnHost | None = None) -> torch.Tensor:
     """Compute ``function(*args)`` and keep only the arguments for backward, which runs the function again.
 
     No random state is kept or restored: dropout masks are drawn from keyed generators (``parallel/random.py``), which
@@ -67,24 +78,28 @@ def recompute(function: Callable[..., torch.Tensor], *args: Any, replay: Replay 
         replay: is active while the function runs again.
         keep: also keep the results of these operators. The second run must then call the same operators as the first,
             so ``replay``, which lets it leave some out, is not allowed.
-        on_host: keeps those of the results that ``ATTENTION_OPERATORS`` return in host memory. Results of exchanges
-            stay on the device: they are not complete yet when their operator returns.
+        results: with ``keep``, also keeps what attention gives to ``KeptResults.once``.
+        on_host: keeps in host memory what ``results`` keeps, and what ``ATTENTION_OPERATORS`` return. Results of
+            exchanges stay on the device: they are not complete yet when their operator returns.
     """
     assert replay is None or not keep
-    if replay is None and not keep:  # without contexts, which Dynamo cannot trace in a compiled layer
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if keep:
+        how["context_fn"] = partial(_keeping, keep, results or KeptResults(), on_host)
+    elif replay is not None:
+        how["context_fn"] = lambda: (contextlib.nullcontext(), replay.active())
+    # Without either there are no contexts, which Dynamo could not trace in a compiled layer.
+    return checkpoint(function, *args, **how)
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of the first and of the second run."""
-        first: AbstractContextManager[Any] = contextlib.nullcontext()
-        second: AbstractContextManager[Any] = contextlib.nullcontext()
-        if keep:
-            there = [name for name in keep if name in ATTENTION_OPERATORS] if on_host is not None else []
-            here = [name for name in keep if name not in there]
-            first, second = create_selective_checkpoint_contexts(partial(_policy, here))
-            if on_host is not None:
-                results = on_host.of_next_layer()
-                first, second = _both(KeepResults(there, results), first), _both(TakeResults(there, results), second)
-        return first, _both(second, replay.active() if replay is not None else contextlib.nullcontext())
 
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+def _keeping(keep: Sequence[str], results: KeptResults,
+             on_host: ResultsOnHost | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of the first and of the second run of one call of a layer; see ``recompute``."""
+    there = [name for name in keep if name in ATTENTION_OPERATORS] if on_host is not None else []
+    here = [name for name in keep if name not in there]
+    layer = LayerResults(DeviceStorage()) if on_host is None else on_host.of_next_layer()
+    first, second = create_selective_checkpoint_contexts(partial(_policy, here, results))
+    if there:
+        first = _both(KeepResults(there, layer, results), first)
+        second = _both(TakeResults(there, layer, results), second)
+    return _both(results.run(layer, second=False), first), _both(results.run(layer, second=True), second)

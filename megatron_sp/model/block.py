@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from megatron_sp.activations.key_values import Chunk
-from megatron_sp.activations.offload import ResultsOnHost
 from megatron_sp.activations.recompute import KEPT_OPERATORS, Replay, recompute
+from megatron_sp.activations.results import KeptResults, ResultsOnHost
 from megatron_sp.config.schema import Model
 from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
@@ -35,16 +35,18 @@ class Block(nn.Module):
             attention, "" everything. With head groups, attention recomputes itself. Then the input of the second
             branch is kept too, because recomputing the whole layer would run attention a third time.
         mlp_tile: see ``MLP``.
+        results: with selective recomputation, keeps the results of attention that is made of many calls.
         results_on_host: with selective recomputation, keeps the results of attention in host memory.
         compiled: compile the arithmetic of the layer. Recomputation and FSDP's hooks stay outside the compiled part.
     """
 
     def __init__(self, model: Model, layer: int, plan: AttentionPlan, groups: Sequence[AttentionPlan] = (), *,
                  seed: int, first_token: int, recompute_granularity: str = "", mlp_tile: int = 0,
-                 results_on_host: ResultsOnHost | None = None,
+                 results: KeptResults | None = None, results_on_host: ResultsOnHost | None = None,
                  region: TensorRegion, dtype: torch.dtype, norm_kernels: NormKernels, compiled: bool = False):
         super().__init__()
-        self.recompute_granularity, self.results_on_host = recompute_granularity, results_on_host
+        self.recompute_granularity = recompute_granularity
+        self.results, self.results_on_host = results, results_on_host
         self.first_token, self.replay = first_token, Replay()
 
         def norm() -> Norm:
@@ -71,10 +73,11 @@ class Block(nn.Module):
             x = self._attend(x, rotation, sample_ids, mask, None, chunk)
             return recompute(self._feed_forward, x, sample_ids, chunk, replay=self.replay)
         if self.recompute_granularity == "selective":
-            if chunk is not None:  # the store of keys and values keeps the output of attention
-                return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, keep=(ALL_TO_ALL_OPERATOR,))
+            if chunk is not None:  # the store of keys and values keeps the output of attention without dropout
+                return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, keep=(ALL_TO_ALL_OPERATOR,),
+                                 results=self.results)
             return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, keep=KEPT_OPERATORS,
-                             on_host=self.results_on_host)
+                             results=self.results, on_host=self.results_on_host)
         return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, replay=self.replay)
 
     def _compute(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: Sequence[int],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from megatron_sp.activations.offload import ActivationOffload, ResultsOnHost
+from megatron_sp.activations.offload import ActivationOffload
+from megatron_sp.activations.results import ResultsOnHost
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import HeadSplit, are_equal_groups
 from megatron_sp.layout.masks.windows import layer_windows
@@ -48,7 +50,7 @@ def plan_head_groups(run: Run, mesh: ParallelMesh, kernels: Kernels, plan: Atten
 
 def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit) -> AttentionPlan:
     """Return these heads and an attention core for them, wrapped for the mesh."""
-    patterns = any(layer_patterns(run.model))
+    patterns, once = any(layer_patterns(run.model)), kernels.results.once
 
     def core(part: HeadSplit) -> Core:
         indices = part.kv_indices(mesh.rank("ulysses"))
@@ -56,13 +58,14 @@ def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit)
         if not run.memory.sequence_chunk_size:
             return NumberedHeads(whole, first_head) if patterns else whole
         return ChunkAttention(whole, match_heads_in_kernel(kernels.block_kernel, indices, mesh.device),
-                              match_heads(attend_in_query_blocks, indices, mesh.device), first_head,
+                              match_heads(partial(attend_in_query_blocks, once=once), indices, mesh.device), first_head,
                               (kernels.block_kernel, () if are_equal_groups(indices) else indices))
 
     overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
     if run.memory.sequence_chunk_size and not heads.can_cut_keys(2):
         overlap = overlap or 1  # each group would keep the same keys and values for later chunks
-    wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap, compiled=run.train.compile)
+    wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap, compiled=run.train.compile,
+                                 once=once)
     if run.train.compile and (run.data.reset_attention_mask or any(layer_windows(run.model)) or patterns):
         # Documents differ in each microbatch, so Dynamo would compile for each. Windows and patterns make many small
         # calls.
@@ -106,7 +109,7 @@ def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegio
         granularity = memory.recompute_granularity if layer in recomputed and unit == 1 else ""
         offloaded = layer - stage.layers.start < num_offloaded
         return Block(model, layer, plan, groups, seed=seed, first_token=first_token,
-                     recompute_granularity=granularity, mlp_tile=memory.mlp_tile_size,
+                     recompute_granularity=granularity, mlp_tile=memory.mlp_tile_size, results=kernels.results,
                      results_on_host=results_on_host if offloaded else None, region=region, dtype=dtype,
                      norm_kernels=kernels.norms, compiled=run.train.compile)
 

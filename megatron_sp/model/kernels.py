@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
+from megatron_sp.activations.results import KeptResults
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.masks.windows import layer_names, layer_windows
 from megatron_sp.layout.patterns.choice import layer_patterns
@@ -36,6 +37,7 @@ class Kernels:
         overlaps_tensor: whether tensor parallelism's collectives overlap with matrix products, as ``--tp-comm-overlap``
             asks. Only the compiler does that, with torch's symmetric memory between the GPUs of a group.
         warnings: sentences for the log on kernels that are installed or usual and cannot be used here.
+        results: keeps the results of attention that is made of many calls, for selective recomputation.
     """
 
     core: AttentionCore
@@ -44,6 +46,7 @@ class Kernels:
     warnings: tuple[str, ...] = ()
     products_in_fp32: bool = False
     overlaps_tensor: bool = False
+    results: KeptResults = field(default_factory=KeptResults)
 
 
 def choose_kernels(run: Run, device: torch.device, tensor_group: dist.ProcessGroup | None = None) -> Kernels:
@@ -73,30 +76,33 @@ def _choose_layer_kernels(run: Run, device: torch.device) -> Kernels:
     """Return the kernels of attention, norms and loss."""
     products_in_fp32 = device.type == "cuda" and adds_products_in_fp32(device)
     choice, dtype = run.train.fused_kernels, getattr(torch, run.precision.dtype)
+    results = KeptResults()
     norms = choose_norm_kernels("torch" if choice == "auto" and run.train.compile else choice, device)
     search = find_flash_attention(wanted_flash(run), device) if tries_flash(run, device) else None
     if uses_blocks(run):
         chosen = _block_kernel(run, device, dtype, "ring" if run.parallel.ring > 1 else "chunks")
-        core = SDPACore(windowed=WindowAttention(chosen.kernel), patterned=PatternAttention(chosen.kernel))
+        core = SDPACore(windowed=WindowAttention(chosen.kernel, results.once),
+                        patterned=PatternAttention(chosen.kernel, results.once), once=results.once)
         warnings = failure_warnings(search, run.model.head_dim, chosen.kernel.description) if search else ()
-        return Kernels(core, chosen.kernel, norms, warnings + chosen.warnings, products_in_fp32)
+        return Kernels(core, chosen.kernel, norms, warnings + chosen.warnings, products_in_fp32,
+                       results=results)
     windowed: WindowAttention | None = None
     patterned: PatternAttention | FlexAttention | None = None
     missing: tuple[str, ...] = ()
     windows, patterns = any(layer_windows(run.model)), any(layer_patterns(run.model))
     if (windows or patterns) and run.model.attention_dropout == 0 and run.train.attention_backend != "unfused":
         chosen = _block_kernel(run, device, dtype, "window" if windows else "pattern")
-        windowed = WindowAttention(chosen.kernel) if windows else None
-        patterned, missing = PatternAttention(chosen.kernel) if patterns else None, chosen.warnings
+        windowed = WindowAttention(chosen.kernel, results.once) if windows else None
+        patterned, missing = PatternAttention(chosen.kernel, results.once) if patterns else None, chosen.warnings
         if patterned is not None and device.type == "cuda" and not run.train.compile:
             patterned = try_flex(run, patterned, device, dtype) or patterned
     found = choose_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
                         dtype=dtype, head_dim=run.model.head_dim, documents=run.data.reset_attention_mask,
-                        windowed=windowed, patterned=patterned, search=search)
+                        windowed=windowed, patterned=patterned, search=search, once=results.once)
     inside = getattr(found.core, "inside_documents", None)
     blocks_are_used = (windows and (inside is None or inside.varlen is None)) or isinstance(patterned, PatternAttention)
     return Kernels(found.core, UnfusedBlockKernel(), norms, found.warnings + (missing if blocks_are_used else ()),
-                   products_in_fp32)
+                   products_in_fp32, results=results)
 
 
 def tries_flash(run: Run, device: torch.device) -> bool:

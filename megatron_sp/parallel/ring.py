@@ -35,7 +35,7 @@ follows the block around the ring, and a last step brings it to the rank that ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -47,6 +47,14 @@ from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.parallel.ulysses import BytesSent
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+#: Calls a function that attends and returns its result. Where a layer runs again in backward, it may return the result
+#: of the first run instead (``activations.results.KeptResults.once``).
+Once = Callable[[Callable[[], Any]], Any]
+
+
+def every_time(attend: Callable[[], Any]) -> Any:
+    """Call a function that attends, in every run of its layer."""
+    return attend()
 
 
 class BlockKernel(Protocol):
@@ -214,32 +222,38 @@ def merge(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor,
     return o * old + o_block * new, total
 
 
+def _attend(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+            mask: AttentionMask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the keys of all ranks: -> o [b, t, n, d] in the type of q, log-sum-exp [b, n, t] in at least fp32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    kernels = PieceKernels(ring.kernel)
+    kv = torch.stack((k, v))  # the block that this rank holds, [2, b, t, g, d]
+    o = torch.zeros(q.shape, dtype=wide, device=q.device)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
+    for step in range(ring.size):
+        is_last = step == ring.size - 1
+        next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
+        if not is_last:
+            ring.sent.add([kv])
+        for rows, queries, keys, causal, mirrored in ring.work((ring.rank - step) % ring.size, q.shape, mask):
+            o_block, lse_block = kernels.of(mirrored).forward(q[rows, queries], kv[0][rows, keys],
+                                                              kv[1][rows, keys], causal or mirrored)
+            o[rows, queries], lse[rows, :, queries] = merge(o[rows, queries], lse[rows, :, queries],
+                                                            o_block.to(wide), lse_block.to(wide))
+        for transfer in kv_transfers:
+            transfer.wait()
+        kv = next_kv
+    return o.to(q.dtype), lse
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring,
-                mask: AttentionMask) -> torch.Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        kernels = PieceKernels(ring.kernel)
-        kv = torch.stack((k, v))  # the block that this rank holds, [2, b, t, g, d]
-        o = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
-        for step in range(ring.size):
-            is_last = step == ring.size - 1
-            next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
-            if not is_last:
-                ring.sent.add([kv])
-            for rows, queries, keys, causal, mirrored in ring.work((ring.rank - step) % ring.size, q.shape, mask):
-                o_block, lse_block = kernels.of(mirrored).forward(q[rows, queries], kv[0][rows, keys],
-                                                                  kv[1][rows, keys], causal or mirrored)
-                o[rows, queries], lse[rows, :, queries] = merge(o[rows, queries], lse[rows, :, queries],
-                                                                o_block.to(wide), lse_block.to(wide))
-            for transfer in kv_transfers:
-                transfer.wait()
-            kv = next_kv
-        result = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, mask: AttentionMask,
+                once: Once) -> torch.Tensor:
+        o, lse = once(lambda: _attend(ring, q, k, v, mask))
+        ctx.save_for_backward(q, k, v, o, lse)
         ctx.ring, ctx.mask = ring, mask
-        return result
+        return o
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -273,19 +287,23 @@ class _RingAttention(torch.autograd.Function):
         for transfer in dkv_transfers:
             transfer.wait()
         dk, dv = dkv.to(k.dtype)
-        return dq.to(q.dtype), dk, dv, None, None
+        return dq.to(q.dtype), dk, dv, None, None, None
 
 
 class RingAttention:
-    """Attention over a ring of ranks, with the call signature of an attention core."""
+    """Attention over a ring of ranks, with the call signature of an attention core.
+
+    Args:
+        once: see ``Once``.
+    """
 
     supports = frozenset({DOCUMENTS, WINDOW})
 
-    def __init__(self, ring: Ring):
-        self.ring = ring
+    def __init__(self, ring: Ring, once: Once = every_time):
+        self.ring, self.once = ring, once
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: Any = None) -> torch.Tensor:
         """Attend to the keys of all ranks: q [b, s/r, n, d], k, v [b, s/r, g, d] -> [b, s/r, n, d]."""
         assert dropout is None, "the check of the flags refuses attention dropout with a ring"
-        return _RingAttention.apply(q, k, v, self.ring, mask)
+        return _RingAttention.apply(q, k, v, self.ring, mask, self.once)

@@ -14,7 +14,7 @@ from megatron_sp.layout.heads import HeadSplit, are_equal_groups
 from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.parallel.collectives import copy_heads, sum_copied_heads
 from megatron_sp.parallel.mesh import ParallelMesh
-from megatron_sp.parallel.ring import BlockKernel, Ring, RingAttention, Triple
+from megatron_sp.parallel.ring import BlockKernel, Once, Ring, RingAttention, Triple, every_time
 from megatron_sp.parallel.ulysses import Core, UlyssesAttention, UlyssesExchange
 from megatron_sp.parallel.ulysses_overlap import HeadGroup, OverlappedQueries, OverlappedUlysses
 
@@ -73,7 +73,7 @@ def match_heads(core: Core, kv_indices: tuple[int, ...], device: torch.device = 
 
 
 def parallel_attention(core: CoreOf, kernel: BlockKernel, heads: HeadSplit, mesh: ParallelMesh, *,
-                       overlap: int = 0, compiled: bool = False) -> Core:
+                       overlap: int = 0, compiled: bool = False, once: Once = every_time) -> Core:
     """Wrap a core for this mesh.
 
     ::
@@ -92,10 +92,12 @@ def parallel_attention(core: CoreOf, kernel: BlockKernel, heads: HeadSplit, mesh
         overlap: number of head groups whose Ulysses exchanges overlap with attention; 0 lets ``default_overlap``
             choose.
         compiled: whether the layer is compiled; then only functional collectives are used, which Dynamo can trace.
+        once: see ``ring.Once``.
     """
     if mesh.size("ring") > 1:
         kv_indices = heads.kv_indices(mesh.rank("ulysses"))
-        inner: Core = RingAttention(Ring(mesh.group("ring"), match_heads_in_kernel(kernel, kv_indices, mesh.device)))
+        ring = Ring(mesh.group("ring"), match_heads_in_kernel(kernel, kv_indices, mesh.device))
+        inner: Core = RingAttention(ring, once)
     else:
         count = 1 if compiled or mesh.size("ulysses") == 1 else overlap or default_overlap(heads, mesh)
         if count > 1:

@@ -17,6 +17,7 @@ from megatron_sp.layout.patterns.choice import LayerAttention, layer_attention
 from megatron_sp.layout.recomputation import recompute_unit, recomputed_layers
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
+from megatron_sp.plan.sizes import forms_probabilities
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ def repeats_of(run: Run) -> Repeats:
     - ``--mlp-tile-size`` and ``--attention-head-groups`` compute their own part again. Recomputing a single layer
       leaves that part out. Recomputing several layers together does not, and neither does selective recomputation with
       tiles.
-    - ``--attention-dropout`` forms probabilities in blocks of queries and computes their scores again. Selective
-      recomputation keeps the output of fused attention only, so with dropout it computes attention again as well.
+    - ``--attention-dropout`` forms probabilities in blocks of queries and computes their scores again.
+    - Selective recomputation keeps the results of attention of every kind but the unfused one of ``--attention-core
+      unfused`` without dropout, whose backward needs the probabilities.
     - torch stops a recomputation before its last product, whose result nobody needs.
     - ``--sequence-chunk-size`` computes the forward of all chunks but the last once more, before any backward. The
       store of keys and values keeps the output of attention for selective recomputation, which then repeats none.
@@ -79,6 +81,8 @@ def repeats_of(run: Run) -> Repeats:
     memory, model = run.memory, run.model
     kind, tiled, grouped = memory.recompute_granularity, memory.mlp_tile_size > 0, memory.attention_head_groups > 1
     drops = model.attention_dropout > 0
+    chunks = num_chunks(run)
+    is_kept = kind == "selective" and not grouped and not forms_probabilities(run)
     unit, stages = recompute_unit(memory), stage_layers(model, run.parallel)
     # Shares of all layers: ``layers`` of those that are recomputed, ``ends`` of those at the end of a recomputed unit.
     layers = sum(len(recomputed_layers(memory, stage)) for stage in stages) / model.num_layers
@@ -86,9 +90,8 @@ def repeats_of(run: Run) -> Repeats:
     attention = layers if unit > 1 or not grouped else 0.0
     mlp = layers if unit > 1 or not tiled or (kind == "selective" and not grouped) else 0.0
     query, key_value = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
-    chunks = num_chunks(run)
     first_pass = (chunks - 1) / chunks  # of the tokens
-    scores = (attention if kind == "full" or grouped or drops else 0.0) + grouped + drops / 2
+    scores = (0.0 if is_kept else attention) + grouped + drops / 2
     if chunks > 1:  # the first pass needs no attention in the last layer
         seen, length, again = layer_attention(model), run.data.seq_length, segments_again(run)
         scores += _attended(seen[:-1], length * (chunks - 1) // chunks) / _attended(seen, length)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.recomputation import recompute_unit
 from megatron_sp.layout.tiles import QUERY_BLOCK, num_chunks, tokens_at_once
-from megatron_sp.plan.sizes import FP32, Sizes, Weights
+from megatron_sp.plan.sizes import FP32, Sizes, Weights, forms_probabilities
 
 #: For each activation function, how many tensors of width f forward keeps, and how many backward holds at its peak.
 FFN_KEPT = {"swiglu": 4, "gelu": 2, "openai_gelu": 2, "squared_relu": 2, "quick_gelu": 3}
@@ -134,7 +134,9 @@ def _core(run: Run, sizes: Sizes, device: str) -> _Core:
         kv = q  # no fused kernel takes grouped heads in fp32, so each query head has a copy (``SDPACore``)
     qkv = q + 2 * kv
     lse = t * sizes.core_heads * FP32
-    kept, exchanged = qkv + q + lse, q + lse
+    # What selective recomputation keeps of attention: its merged output and, if backward uses it, the log-sum-exp.
+    results = 0.0 if forms_probabilities(run) else q if run.model.attention_dropout else q + lse
+    kept, exchanged = qkv + q + lse, results
     if run.model.qk_layernorm:
         kept += t * (sizes.query + sizes.kv) * e
     if parallel.ulysses > 1:  # the output is kept as attention gives it, and again as the exchange returns it
@@ -148,25 +150,23 @@ def _core(run: Run, sizes: Sizes, device: str) -> _Core:
         # The ring's send and receive buffers, each for one block of keys and values and one of their gradients.
         ring_buffers = 2 * (2 * kv) + 2 * (2 * t * sizes.core_kv * FP32)
         peak += ring_buffers + (t * sizes.core_query * FP32 if e < FP32 else q)
-        exchanged = parallel.ring * (q + lse)
     if parallel.ulysses > 1:
         peak = max(peak, 2 * qkv + before_exchange)
     if num_chunks(run) > 1:
         # The gradients of one earlier chunk's keys and values, when the store makes its sum of them; dq in fp32.
         peak += 2 * kv + 2 * t * sizes.core_kv * FP32 + (t * sizes.core_query * FP32 if e < FP32 else 0)
-        # Selective recomputation: the store of keys and values keeps the output of attention, not the layer.
-        exchanged = exchanged - q - lse
+        if not run.model.attention_dropout:  # the store of keys and values keeps the results, not the layer
+            exchanged -= results
     one_by_one = run.data.reset_attention_mask and (device == "cpu" or e == FP32) and num_chunks(run) == 1
     if one_by_one and parallel.ring == parallel.ulysses == 1:
         kept, peak = kept + q, peak + q  # the outputs of single documents, and their concatenation
-    if run.train.attention_backend == "unfused":
-        square = sizes.core_heads * t * run.data.seq_length / parallel.ring * FP32
+    if forms_probabilities(run):
+        square = sizes.core_heads * t * run.data.seq_length * FP32
         kept, peak = kept + square, peak + 3 * square
     elif run.model.attention_dropout > 0:
         peak += 6 * sizes.core_heads * run.train.micro_batch_size * min(
             QUERY_BLOCK, run.data.seq_length) * run.data.seq_length * FP32 / parallel.ulysses
-    fused = run.train.attention_backend != "unfused" and not run.model.attention_dropout and num_chunks(run) == 1
-    return _Core(kept, peak, before_exchange, exchanged, parallel.ring * (q + lse) if fused else 0.0)
+    return _Core(kept, peak, before_exchange, exchanged, results if num_chunks(run) == 1 else 0.0)
 
 
 def _one_group(sizes: Sizes, groups: int) -> Sizes:

@@ -172,7 +172,7 @@ class _Rank:
         segments = Segments.of(num_chunks(self.run), window_reach(self.run))
         earlier, gradients = segments.most_kept, min(segments.count - 1, segments.reach)
         kept = 2 * tokens * sizes.core_kv * (earlier * sizes.element + gradients * FP32)
-        if self.run.memory.recompute_granularity == "selective":
+        if self.run.memory.recompute_granularity == "selective" and not self.run.model.attention_dropout:
             kept += segments.size * tokens * (sizes.core_query * sizes.element + sizes.core_heads * FP32)
         return kept * self.num_layers
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import kv_range
-from megatron_sp.layout.tiles import loss_tile, tokens_at_once
+from megatron_sp.layout.tiles import loss_tile, num_chunks, tokens_at_once
 
 #: Bytes of an fp32 number.
 FP32 = 4
@@ -116,3 +116,12 @@ class Weights:
             embedding += model.max_position_embeddings * h
         tied = not model.untie_embeddings_and_output_weights
         return cls(attention + mlp + 2 * norm, mlp, embedding, norm + (0 if tied else sizes.vocab * h), tied)
+
+
+def forms_probabilities(run: Run) -> bool:
+    """Return whether attention keeps all probabilities for backward: that of ``--attention-core unfused`` does.
+
+    With dropout it attends in blocks of queries. A ring and chunks of the sequence attend with block kernels.
+    """
+    return (run.train.attention_backend == "unfused" and run.model.attention_dropout == 0 and run.parallel.ring == 1
+            and num_chunks(run) == 1)

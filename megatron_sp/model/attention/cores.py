@@ -11,6 +11,7 @@ head i uses key/value head ``i * g // n``), d head width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,6 +25,7 @@ from megatron_sp.model.attention.flash import FlashAttention, FlashSearch, passe
 from megatron_sp.model.attention.patterns import hidden_keys
 from megatron_sp.model.attention.unfused import AttentionDropout, attend_in_query_blocks, block_attention
 from megatron_sp.model.norm_kernels import require_gpu
+from megatron_sp.parallel.ring import Once, every_time
 
 CPU = torch.device("cpu")
 HALF = (torch.bfloat16, torch.float16)
@@ -48,15 +50,23 @@ class AttentionCore(Protocol):
 
 
 class UnfusedCore:
-    """The quadratic reference, which forms all probabilities at once; for tests and small runs."""
+    """The quadratic reference, which forms all probabilities at once; for tests and small runs.
+
+    Args:
+        once: see ``ring.Once``; used with dropout. Without, backward needs the probabilities, and recomputation forms
+            them again.
+    """
 
     description = "unfused"
     supports = frozenset({DOCUMENTS, WINDOW, PATTERN})
 
+    def __init__(self, *, once: Once = every_time):
+        self.once = once
+
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
         if dropout is not None:
-            return attend_in_query_blocks(q, k, v, mask, dropout)
+            return attend_in_query_blocks(q, k, v, mask, dropout, self.once)
         earlier = k.shape[1] - q.shape[1]
         seen_from = send(first_keys(mask, *k.shape[:2])[:, earlier:], q.device) if mask.needs else None
         hidden = None
@@ -81,20 +91,22 @@ class SDPACore:
         varlen: attends to all documents of a row at once; None: each document is attended to by itself.
         windowed: attends within a window where there is no ``varlen``; default: unfused in query blocks.
         patterned: attends under a pattern of blocks; default: unfused in query blocks.
+        once: see ``ring.Once``.
     """
 
     description = "torch's scaled_dot_product_attention"
     supports = frozenset({DOCUMENTS, WINDOW, PATTERN})
 
     def __init__(self, *, has_flash: bool = True, varlen: Varlen | None = None, windowed: Windowed | None = None,
-                 patterned: Windowed | None = None):
-        self.has_flash, self.patterned = has_flash, patterned or _in_query_blocks
-        self.inside_documents = DocumentAttention(self._whole, windowed or _in_query_blocks, varlen)
+                 patterned: Windowed | None = None, once: Once = every_time):
+        self.in_query_blocks = partial(attend_in_query_blocks, dropout=None, once=once)
+        self.has_flash, self.patterned = has_flash, patterned or self.in_query_blocks
+        self.inside_documents = DocumentAttention(self._whole, windowed or self.in_query_blocks, varlen)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
         if dropout is not None or needs_query_blocks(q, k, mask):
-            return attend_in_query_blocks(q, k, v, mask, dropout)
+            return self.in_query_blocks(q, k, v, mask, dropout=dropout)
         if mask.pattern is not None:
             return self.patterned(q, k, v, mask)
         return self.inside_documents(q, k, v, mask) if mask.needs else self._whole(q, k, v)
@@ -105,7 +117,7 @@ class SDPACore:
             return _sdpa(q, k, v)
         form = gpu_form(q.dtype, q.shape[-1], has_flash=self.has_flash)
         if form == "query blocks":
-            return attend_in_query_blocks(q, k, v, CAUSAL, None)
+            return self.in_query_blocks(q, k, v, CAUSAL)
         if form == "copied heads":
             k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
         with sdpa_kernel(LINEAR_MEMORY):
@@ -118,10 +130,6 @@ def needs_query_blocks(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) ->
     Kernels do not agree on where the causal diagonal is then, and torch's put it elsewhere than ``AttentionMask`` does.
     """
     return q.shape[1] < k.shape[1] and (q.shape[1] > 1 or bool(mask.needs))
-
-
-def _in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    return attend_in_query_blocks(q, k, v, mask, None)
 
 
 def gpu_form(dtype: torch.dtype, head_dim: int, *, has_flash: bool) -> str:
@@ -153,17 +161,19 @@ class FlashCore:
 
     supports = frozenset({DOCUMENTS, WINDOW, PATTERN})
 
-    def __init__(self, flash: FlashAttention, windowed: Windowed | None = None, patterned: Windowed | None = None):
+    def __init__(self, flash: FlashAttention, windowed: Windowed | None = None, patterned: Windowed | None = None, *,
+                 once: Once = every_time):
         self.description, self.attend = flash.description, flash.attend
-        self.patterned = patterned or _in_query_blocks
+        self.in_query_blocks = partial(attend_in_query_blocks, dropout=None, once=once)
+        self.patterned = patterned or self.in_query_blocks
         self.inside_documents = DocumentAttention(lambda q, k, v: flash.attend(q, k, v, True),
-                                                  windowed or _in_query_blocks, flash.varlen)
+                                                  windowed or self.in_query_blocks, flash.varlen)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
         assert dropout is None, "the configuration check refuses flash attention with attention dropout"
         if needs_query_blocks(q, k, mask):
-            return attend_in_query_blocks(q, k, v, mask, None)
+            return self.in_query_blocks(q, k, v, mask)
         if mask.pattern is not None:
             return self.patterned(q, k, v, mask)
         if mask.needs:
@@ -181,7 +191,8 @@ class ChosenCore:
 
 def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, dtype: torch.dtype = torch.float32,
                 head_dim: int = 64, documents: bool = False, windowed: Windowed | None = None,
-                patterned: Windowed | None = None, search: FlashSearch | None = None) -> ChosenCore:
+                patterned: Windowed | None = None, search: FlashSearch | None = None,
+                once: Once = every_time) -> ChosenCore:
     """Return the core that ``--attention-core name`` means on this device.
 
     "auto" means the version of fused attention that a search found, if there was one, else "sdpa". "sdpa" lets torch
@@ -193,12 +204,13 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, dtype: 
         windowed: attends within a window where the kernel itself cannot; None: the run has no windows.
         patterned: attends under a pattern of blocks; None: the run has none.
         search: see ``flash.find_flash_attention``; None: nothing was searched for.
+        once: see ``ring.Once``.
 
     Raises:
         ConfigError: the name is "flash", and there is no GPU or no version of flash attention works on it.
     """
     if name == "unfused":
-        return ChosenCore(UnfusedCore())
+        return ChosenCore(UnfusedCore(once=once))
     if name == "flash":
         require_gpu("--attention-core flash", device)
         if search is not None and search.found is None:
@@ -211,15 +223,16 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, dtype: 
         if search.found is not None and not dropout:
             if documents and search.found.varlen is None:
                 warnings += (_one_document_after_another(search.found.description, head_dim),)
-            return ChosenCore(FlashCore(search.found, windowed, patterned), warnings)
-    return _choose_sdpa(dropout, device, dtype, head_dim, documents, windowed, patterned, warnings)
+            return ChosenCore(FlashCore(search.found, windowed, patterned, once=once), warnings)
+    return _choose_sdpa(dropout, device, dtype, head_dim, documents, windowed, patterned, warnings, once)
 
 
 def _choose_sdpa(dropout: bool, device: torch.device, dtype: torch.dtype, head_dim: int, documents: bool,
-                 windowed: Windowed | None, patterned: Windowed | None, warnings: tuple[str, ...]) -> ChosenCore:
+                 windowed: Windowed | None, patterned: Windowed | None, warnings: tuple[str, ...],
+                 once: Once) -> ChosenCore:
     """Return torch's attention, with its kernel for documents and windows if that computes right here."""
     if device.type != "cuda":
-        return ChosenCore(SDPACore(windowed=windowed, patterned=patterned), warnings)
+        return ChosenCore(SDPACore(windowed=windowed, patterned=patterned, once=once), warnings)
     has_flash = torch.cuda.get_device_capability(device) >= (8, 0)
     form, varlen, windows = gpu_form(dtype, head_dim, has_flash=has_flash), None, windowed is not None
     if form == "query blocks" and not dropout:
@@ -228,7 +241,8 @@ def _choose_sdpa(dropout: bool, device: torch.device, dtype: torch.dtype, head_d
         varlen = torch_varlen if passes_varlen_trials(torch_varlen, device, dtype, head_dim, windows) else None
         if varlen is None and documents:
             warnings += (_one_document_after_another("torch's flash attention", head_dim),)
-    return ChosenCore(SDPACore(has_flash=has_flash, varlen=varlen, windowed=windowed, patterned=patterned), warnings)
+    return ChosenCore(SDPACore(has_flash=has_flash, varlen=varlen, windowed=windowed, patterned=patterned, once=once),
+                      warnings)
 
 
 def failures_in_words(search: FlashSearch) -> str:

@@ -25,7 +25,7 @@ from megatron_sp.activations.key_values import Past
 from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask, Range
 from megatron_sp.layout.patterns.pieces import PatternPiece, pattern_pieces
 from megatron_sp.model.attention.documents import send
-from megatron_sp.parallel.ring import BlockKernel, merge
+from megatron_sp.parallel.ring import BlockKernel, Once, every_time, merge
 from megatron_sp.parallel.ulysses import Core
 
 #: Keys that one call of a kernel is given at most, unless a single piece has more. It bounds what is copied.
@@ -235,28 +235,37 @@ class PatternAttention:
 
     Args:
         kernel: attends to one block of keys.
+        once: see ``ring.Once``.
     """
 
-    def __init__(self, kernel: BlockKernel):
+    def __init__(self, kernel: BlockKernel, once: Once = every_time):
         self.description = f"{kernel.description} (blocks of the pattern)"
-        self.kernel = kernel
+        self.kernel, self.once = kernel, once
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         """Attend."""
-        return _PatternAttention.apply(q, k, v, PatternBlocks(self.kernel, mask, (0, q.shape[1]), *q.shape[0:3:2]))
+        blocks = PatternBlocks(self.kernel, mask, (0, q.shape[1]), *q.shape[0:3:2])
+        return _PatternAttention.apply(q, k, v, blocks, self.once)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+            blocks: PatternBlocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend: -> o [b, s, n, d] in the type of q, log-sum-exp [b, n, s] in at least fp32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    o = torch.zeros(q.shape, dtype=wide, device=q.device)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
+    blocks.add_output(blocks.parts(blocks.queries), q, k, v, o, lse)
+    return o.to(q.dtype), lse
 
 
 class _PatternAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: PatternBlocks) -> torch.Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        o = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
-        blocks.add_output(blocks.parts(blocks.queries), q, k, v, o, lse)
-        result = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: PatternBlocks,
+                once: Once) -> torch.Tensor:
+        o, lse = once(lambda: _attend(q, k, v, blocks))
+        ctx.save_for_backward(q, k, v, o, lse)
         ctx.blocks = blocks
-        return result
+        return o
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -264,4 +273,4 @@ class _PatternAttention(torch.autograd.Function):
         blocks: PatternBlocks = ctx.blocks
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         dk, dv = blocks.gradients(blocks.parts(blocks.queries), grad, q, k, v, o, lse, dq)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None

@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from megatron_sp.activations.recompute import recompute
 from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.layout.tiles import QUERY_BLOCK
 from megatron_sp.model.attention.documents import first_keys, send
 from megatron_sp.model.attention.patterns import hidden_keys
 from megatron_sp.parallel.random import Dropout
+from megatron_sp.parallel.ring import Once, Triple, every_time
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,21 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_que
     Returns:
         o [b, t, n, d] and the log-sum-exp [b, n, t], at least fp32
     """
-    batch, queries, heads, width = q.shape
+    probabilities, lse = _probabilities(q, k, first_query, causal, dropout, first_keys, hidden)
+    o = torch.einsum("bgrqk,bkgd->bqgrd", probabilities.to(v.dtype), v)  # -> [b, t, g, n/g, d]
+    if dropout is not None:
+        o = o / (1.0 - dropout.dropout.probability)
+    return o.flatten(2, 3), lse.flatten(1, 2)
+
+
+def _probabilities(q: torch.Tensor, k: torch.Tensor, first_query: int, causal: bool,
+                   dropout: AttentionDropout | None, first_keys: torch.Tensor | None,
+                   hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the probabilities [b, g, n/g, t, s'] and the log-sum-exp [b, g, n/g, t], at least fp32.
+
+    Those that dropout drops are 0. The others are not yet divided by the share that is kept.
+    """
+    queries, heads, width = q.shape[1:]
     keys, groups = k.shape[1], k.shape[2]
     grouped = q.unflatten(2, (groups, heads // groups))
     scores = torch.einsum("bqgrd,bkgd->bgrqk", grouped, k)  # [b, t, n, d] -> [b, g, n/g, t, s']
@@ -81,10 +96,7 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_que
     if dropout is not None:
         keep = dropout.keep(first_query, queries, keys, heads, q.device).view_as(probabilities)
         probabilities = probabilities * keep
-    o = torch.einsum("bgrqk,bkgd->bqgrd", probabilities.to(v.dtype), v)  # -> [b, t, g, n/g, d]
-    if dropout is not None:
-        o = o / (1.0 - dropout.dropout.probability)
-    return o.flatten(2, 3), lse.flatten(1, 2)
+    return probabilities, lse
 
 
 def query_blocks(tokens: int) -> list[slice]:
@@ -93,31 +105,95 @@ def query_blocks(tokens: int) -> list[slice]:
 
 
 def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask,
-                           dropout: AttentionDropout | None) -> torch.Tensor:
+                           dropout: AttentionDropout | None, once: Once = every_time) -> torch.Tensor:
     """Return attention o [b, t, n, d] with memory linear in the tokens, because only q, k and v are kept for backward.
 
     Backward computes each block again. It draws the same dropout mask, because the mask's generator is seeded by
     sample, head and query.
-    """
-    def attend(q_block: torch.Tensor, k_seen: torch.Tensor, v_seen: torch.Tensor, first: int, low: int,
-               seen_from: torch.Tensor | None, dropout: AttentionDropout | None) -> torch.Tensor:
-        hidden = None
-        if mask.pattern is not None:  # made here and not given, so that it is not kept for backward
-            queries = low + first, low + first + q_block.shape[1]
-            hidden = hidden_keys(mask, q_block.shape[2], queries, queries[1])[..., low:]
-        return block_attention(q_block, k_seen, v_seen, first, True, dropout, seen_from, hidden)[0]
 
+    Args:
+        once: see ``ring.Once``.
+    """
     earlier = k.shape[1] - q.shape[1]  # tokens whose keys are given, but not their queries
     all_first = first_keys(mask, k.shape[0], k.shape[1]) if mask.needs else None
     sent = None if all_first is None else send(all_first, q.device)
-    outputs = []
-    for block in query_blocks(q.shape[1]):
-        start, stop, low, seen_from = earlier + block.start, earlier + block.stop, 0, None
+    blocks = []
+    for rows in query_blocks(q.shape[1]):
+        start, stop, low, seen_from = earlier + rows.start, earlier + rows.stop, 0, None
         drop = dropout
         if all_first is not None and sent is not None:
             low = int(all_first[:, start:stop].min())
             seen_from = sent[:, start:stop] - low
             drop = dropout and replace(dropout, earlier=dropout.earlier + low)
-        outputs.append(recompute(attend, q[:, block], k[:, low:stop], v[:, low:stop], start - low, low, seen_from,
-                                 drop))
-    return torch.cat(outputs, dim=1)
+        blocks.append(_QueryBlock(rows, slice(low, stop), start - low, seen_from, mask, drop))
+    return _QueryBlocks.apply(q, k, v, blocks, once)
+
+
+@dataclass(frozen=True)
+class _QueryBlock:
+    """A block of queries and the keys that it sees.
+
+    Attributes:
+        rows, keys: places of the queries and of the keys.
+        first: place of the first query, counted from the first key.
+        seen_from: see ``first_keys`` of ``block_attention``.
+    """
+
+    rows: slice
+    keys: slice
+    first: int
+    seen_from: torch.Tensor | None
+    mask: AttentionMask
+    dropout: AttentionDropout | None
+
+    def parts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Triple:
+        """Return the block's queries, keys and values."""
+        return q[:, self.rows], k[:, self.keys], v[:, self.keys]
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the output of ``parts``, [b, t, n, d]."""
+        return block_attention(q, k, v, self.first, True, self.dropout, self.seen_from, self._hidden(q))[0]
+
+    def gradients(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Triple:
+        """Return the gradients of ``parts``. The probabilities are formed again, and the output is not."""
+        q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+        with torch.enable_grad():
+            probabilities, _ = _probabilities(q, k, self.first, True, self.dropout, self.seen_from, self._hidden(q))
+        if self.dropout is not None:
+            grad = grad / (1.0 - self.dropout.dropout.probability)
+        grad = grad.unflatten(2, (k.shape[2], -1))  # [b, t, n, d] -> [b, t, g, n/g, d]
+        dv = torch.einsum("bgrqk,bqgrd->bkgd", probabilities.detach().to(v.dtype), grad)
+        formed, dtype = torch.autograd.graph.get_gradient_edge(probabilities), probabilities.dtype
+        del probabilities  # what is left of them after dropout: their gradient does not need it
+        of_probabilities = torch.einsum("bqgrd,bkgd->bgrqk", grad, v).to(dtype)
+        dq, dk = torch.autograd.grad(formed, (q, k), of_probabilities)
+        return dq, dk, dv
+
+    def _hidden(self, q: torch.Tensor) -> torch.Tensor | None:
+        """Return what the pattern hides, for a block at a time, because all blocks' would be quadratic."""
+        if self.mask.pattern is None:
+            return None
+        queries = self.keys.start + self.first, self.keys.stop
+        return hidden_keys(self.mask, q.shape[2], queries, queries[1])[..., self.keys.start:]
+
+
+class _QueryBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[_QueryBlock],
+                once: Once) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.blocks = blocks
+        o: torch.Tensor = once(lambda: torch.cat([block.attend(*block.parts(q, k, v)) for block in blocks], dim=1))
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        q, k, v = ctx.saved_tensors
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))  # sums over the blocks
+        for block in ctx.blocks:
+            dq[:, block.rows], dk_part, dv_part = block.gradients(grad[:, block.rows], *block.parts(q, k, v))
+            dk[:, block.keys] += dk_part
+            dv[:, block.keys] += dv_part
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None

@@ -23,7 +23,7 @@ import torch
 
 from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.model.attention.documents import send
-from megatron_sp.parallel.ring import BlockKernel, PieceKernels, Triple, merge
+from megatron_sp.parallel.ring import BlockKernel, Once, PieceKernels, Triple, every_time, merge
 
 #: Queries that one call of a kernel is given at most, unless a single piece has more. It bounds what is copied.
 QUERIES_AT_ONCE = 1 << 15
@@ -83,11 +83,12 @@ class WindowAttention:
 
     Args:
         kernel: attends to one block of keys.
+        once: see ``ring.Once``.
     """
 
-    def __init__(self, kernel: BlockKernel):
+    def __init__(self, kernel: BlockKernel, once: Once = every_time):
         self.description = f"{kernel.description} (blocks of the window)"
-        self.kernels = PieceKernels(kernel)
+        self.kernels, self.once = PieceKernels(kernel), once
         # All layers with a window attend with the same mask in turn, so its places are sent to the device once.
         self._last: tuple[AttentionMask, torch.Size, list[Places]] | None = None
 
@@ -97,26 +98,32 @@ class WindowAttention:
         if last is None or last[0].documents is not mask.documents or last[0].window != mask.window or (
                 last[1] != q.shape[:2]) or any(places.firsts.device != q.device for places in last[2]):
             last = self._last = mask, q.shape[:2], places_of(mask, q.shape[0], q.shape[1], q.device)
-        return _WindowAttention.apply(q, k, v, self.kernels, last[2])
+        return _WindowAttention.apply(q, k, v, self.kernels, last[2], self.once)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernels: PieceKernels,
+            places: Sequence[Places]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend: -> o [b, s, n, d] in the type of q, log-sum-exp [b*s, n] in at least fp32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    row_q, row_k, row_v = (x.flatten(0, 1) for x in (q, k, v))  # [b, s, n, d] -> [b*s, n, d]
+    o = torch.zeros(row_q.shape, dtype=wide, device=q.device)
+    lse = torch.full(row_q.shape[:2], -torch.inf, dtype=wide, device=q.device)  # [b*s, n]
+    for queries, keys, causal, mirrored in groups_of(places):
+        o_part, lse_part = kernels.of(mirrored).forward(row_q[queries], row_k[keys], row_v[keys],
+                                                        causal or mirrored)  # [p, t, n, d], [p, n, t]
+        o[queries], merged = merge(o[queries], lse[queries].transpose(1, 2), o_part.to(wide), lse_part.to(wide))
+        lse[queries] = merged.transpose(1, 2)
+    return o.to(q.dtype).view(q.shape), lse
 
 
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernels: PieceKernels,
-                places: Sequence[Places]) -> torch.Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        row_q, row_k, row_v = (x.flatten(0, 1) for x in (q, k, v))  # [b, s, n, d] -> [b*s, n, d]
-        o = torch.zeros(row_q.shape, dtype=wide, device=q.device)
-        lse = torch.full(row_q.shape[:2], -torch.inf, dtype=wide, device=q.device)  # [b*s, n]
-        for queries, keys, causal, mirrored in groups_of(places):
-            o_part, lse_part = kernels.of(mirrored).forward(row_q[queries], row_k[keys], row_v[keys],
-                                                            causal or mirrored)  # [p, t, n, d], [p, n, t]
-            o[queries], merged = merge(o[queries], lse[queries].transpose(1, 2), o_part.to(wide), lse_part.to(wide))
-            lse[queries] = merged.transpose(1, 2)
-        result = o.to(q.dtype).view(q.shape)
-        ctx.save_for_backward(q, k, v, result, lse)
+                places: Sequence[Places], once: Once) -> torch.Tensor:
+        o, lse = once(lambda: _attend(q, k, v, kernels, places))
+        ctx.save_for_backward(q, k, v, o, lse)
         ctx.kernels, ctx.places = kernels, places
-        return result
+        return o
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -130,4 +137,5 @@ class _WindowAttention(torch.autograd.Function):
                 lse[queries].transpose(1, 2).contiguous(), causal or mirrored)
             for total, places, part in zip((dq, dk, dv), (queries, keys, keys), parts):
                 total[places] += part
-        return dq.view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, None
+        dq, dk, dv = (total.view(x.shape).to(x.dtype) for total, x in zip((dq, dk, dv), (q, k, v)))
+        return dq, dk, dv, None, None, None

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_sp.activations.offload import ResultsOnHost
 from megatron_sp.activations.recompute import KEPT_OPERATORS, recompute
+from megatron_sp.activations.results import ResultsOnHost
 
 
 @pytest.mark.parametrize("package", ["flash_attn", "flash_attn_3"])

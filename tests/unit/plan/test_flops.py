@@ -113,11 +113,19 @@ def test_what_is_computed_again_is_counted(flags: str) -> None:
 
 
 @pytest.mark.parametrize("flags", [
-    "", FULL, SELECTIVE, GROUPS, f"{FULL} {GROUPS}", f"{FULL} {UNITS}", f"{FULL} {GROUPS} {UNITS}",
-    f"{FULL} --recompute-method block --recompute-num-layers 1"])
+    "", FULL, SELECTIVE, f"{SELECTIVE} --attention-core unfused", GROUPS, f"{FULL} {GROUPS}", f"{FULL} {UNITS}",
+    f"{FULL} {GROUPS} {UNITS}", f"{FULL} --recompute-method block --recompute-num-layers 1"])
 def test_attention_dropout_computes_scores_again(flags: str) -> None:
     """A block of queries is computed again in backward, also where the layer or the group has been already."""
-    flags = f"{flags} --attention-dropout 0.1"
+    check_scores(f"{flags} --attention-dropout 0.1")
+
+
+@pytest.mark.parametrize("flags", ["", FULL, SELECTIVE])
+def test_attention_that_keeps_its_probabilities_is_recomputed_with_its_layer(flags: str) -> None:
+    check_scores(f"{flags} --attention-core unfused")
+
+
+def check_scores(flags: str) -> None:
     run = tiny_run([*SIZES.split(), *flags.split()])
     attention = sequence_flops(run.model, run.data.seq_length).attention  # one block: no score is left out
     assert products(flags, ["aten.bmm"]) == pytest.approx(

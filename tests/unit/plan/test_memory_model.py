@@ -36,6 +36,10 @@ CASES = {
     "gelu": (1, GELU),
     "full": (1, LLAMA + FULL),
     "selective": (1, LLAMA + "--recompute-granularity selective"),
+    "selective, window": (1, LLAMA + "--recompute-granularity selective --window-size 512"),
+    "selective, ring": (2, LLAMA + "--recompute-granularity selective --ring-size 2 --seq-length 8192"),
+    "selective, attention dropout": (1, LLAMA + "--recompute-granularity selective --attention-dropout 0.1 "
+                                                "--seq-length 2048"),
     "units of 2": (1, LLAMA + FULL + "--recompute-num-layers 2"),
     "first 2 layers": (1, LLAMA + FULL + "--recompute-method block --recompute-num-layers 2"),
     "tiled mlp": (1, LLAMA + FULL + "--mlp-tile-size 512"),
