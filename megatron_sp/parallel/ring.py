@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_sp.layout.masks.attention_mask import CAUSAL, DOCUMENTS, WINDOW, AttentionMask, Range
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask, Range
 from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.parallel.ulysses import BytesSent
 
@@ -296,8 +296,6 @@ class RingAttention:
     Args:
         once: see ``Once``.
     """
-
-    supports = frozenset({DOCUMENTS, WINDOW})
 
     def __init__(self, ring: Ring, once: Once = every_time):
         self.ring, self.once = ring, once

@@ -107,7 +107,7 @@ class AttentionMask:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return the names of what a core must support, beyond causal attention, to compute this mask."""
+        """Return the names of what a core must compute beyond causal attention; empty for a purely causal mask."""
         documents = any(len(starts) > 1 for starts in self.documents)
         return frozenset(name for name, is_used in ((DOCUMENTS, documents), (WINDOW, self.window > 0),
                                                     (PATTERN, self.pattern is not None)) if is_used)

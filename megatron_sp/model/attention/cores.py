@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.layout.masks.attention_mask import CAUSAL, DOCUMENTS, PATTERN, WINDOW, AttentionMask
+from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.model.attention.documents import DocumentAttention, Varlen, Windowed, first_keys, send
 from megatron_sp.model.attention.flash import FlashAttention, FlashSearch, passes_varlen_trials, torch_varlen
 from megatron_sp.model.attention.patterns import hidden_keys
@@ -38,11 +38,9 @@ class AttentionCore(Protocol):
 
     Attributes:
         description: names the kernel in the log.
-        supports: which of the names in ``AttentionMask.needs`` the core can compute.
     """
 
     description: str
-    supports: frozenset[str]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask = CAUSAL,
                  dropout: AttentionDropout | None = None) -> torch.Tensor:
@@ -58,7 +56,6 @@ class UnfusedCore:
     """
 
     description = "unfused"
-    supports = frozenset({DOCUMENTS, WINDOW, PATTERN})
 
     def __init__(self, *, once: Once = every_time):
         self.once = once
@@ -95,7 +92,6 @@ class SDPACore:
     """
 
     description = "torch's scaled_dot_product_attention"
-    supports = frozenset({DOCUMENTS, WINDOW, PATTERN})
 
     def __init__(self, *, has_flash: bool = True, varlen: Varlen | None = None, windowed: Windowed | None = None,
                  patterned: Windowed | None = None, once: Once = every_time):
@@ -158,8 +154,6 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 class FlashCore:
     """One version of flash attention, for half precision on a GPU."""
-
-    supports = frozenset({DOCUMENTS, WINDOW, PATTERN})
 
     def __init__(self, flash: FlashAttention, windowed: Windowed | None = None, patterned: Windowed | None = None, *,
                  once: Once = every_time):
