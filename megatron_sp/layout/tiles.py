@@ -10,6 +10,8 @@ QUERY_BLOCK = 512
 #: to its last; a GPU tile is large enough to keep the GPU busy.
 CPU_TILE_LOGITS, GPU_TILE_LOGITS = 1 << 21, 1 << 27
 LEAST_LOSS_TILE = 128
+#: On a GPU a tile is a multiple of this: matrix products compute blocks of 128 rows, and would fill up the last one.
+GPU_TILE_MULTIPLE = 128
 
 
 def loss_tile(columns: int, *, on_cpu: bool) -> int:
@@ -18,7 +20,8 @@ def loss_tile(columns: int, *, on_cpu: bool) -> int:
     Args:
         columns: logits of a token on this rank, v/tp.
     """
-    return max(LEAST_LOSS_TILE, (CPU_TILE_LOGITS if on_cpu else GPU_TILE_LOGITS) // columns)
+    tile = max(LEAST_LOSS_TILE, (CPU_TILE_LOGITS if on_cpu else GPU_TILE_LOGITS) // columns)
+    return tile if on_cpu else tile // GPU_TILE_MULTIPLE * GPU_TILE_MULTIPLE
 
 
 def tokens_at_once(run: Run) -> int:
