@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from megatron_sp.activations.offload import ActivationOffload
 from megatron_sp.activations.results import ResultsOnHost
@@ -23,7 +22,7 @@ from megatron_sp.model.attention.self_attention import AttentionPlan
 from megatron_sp.model.attention.unfused import attend_in_query_blocks
 from megatron_sp.model.block import Block
 from megatron_sp.model.gpt import GPT, Embedding
-from megatron_sp.model.init import initialise
+from megatron_sp.model.init import InitialWeights, Part
 from megatron_sp.model.kernels import Kernels, choose_kernels
 from megatron_sp.model.norm import Norm
 from megatron_sp.parallel.mesh import ParallelMesh
@@ -32,6 +31,7 @@ from megatron_sp.parallel.sequence import first_query_head, match_heads, match_h
 from megatron_sp.parallel.tensor import TensorRegion, VocabParallelOutput, local_weight
 from megatron_sp.parallel.ulysses import Core
 from megatron_sp.parallel.zero import ZeroSharding
+from megatron_sp.progress import progress_bar
 
 
 def plan_attention(run: Run, mesh: ParallelMesh, kernels: Kernels) -> AttentionPlan:
@@ -139,28 +139,37 @@ def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dty
     model = assemble(run, stage, mesh, region, dtype, kernels)
     sharding = ZeroSharding(run, mesh)
     is_tied = not run.model.untie_embeddings_and_output_weights
+    layers: list[Part] = [(block, f"layers.{name}") for name, block in model.layers.items()]
+    embedding: list[Part] = [] if model.embedding is None else [(model.embedding, "embedding")]
+    end: list[Part] = []
+    if model.final_norm is not None and model.output is not None:
+        # The copy of a tied embedding gets the embedding's initial values, because it is drawn from the same name.
+        end = [(model.final_norm, "final_norm"), (model.output, "embedding.word" if is_tied else "output")]
+    share = mesh.device.type == "cuda" and mesh.size("fsdp") > 1
+    initial = InitialWeights(run.model, run.train.seed, region, [*layers, *embedding, *end], mesh.device,
+                             mesh.group("fsdp") if share else None)
 
-    def materialise(module: nn.Module, name: str) -> None:
-        module.to_empty(device=mesh.device)
-        initialise(module, name, run.model, run.train.seed, region)
+    def materialise(part: Part) -> None:
+        part[0].to_empty(device=mesh.device)
+        initial.fill(part)
 
     layer_size = 0
-    for name, block in model.layers.items():
-        materialise(block, f"layers.{name}")
-        layer_size = sum(local_weight(p).numel() for p in block.parameters())
-        sharding.wrap(block)
+    with progress_bar(layers, desc="building the model", unit="layer", delay=5, leave=False,
+                      disable=mesh.global_rank != 0) as bar:
+        for part in bar:
+            materialise(part)
+            layer_size = sum(local_weight(p).numel() for p in part[0].parameters())
+            sharding.wrap(part[0])
     sharding.gather_ahead(list(model.layers.values()), layer_size)
     shared = is_tied and stage.is_first and stage.is_last
-    if model.embedding is not None:
-        materialise(model.embedding, "embedding")
+    for part in embedding:
+        materialise(part)
         if not shared:
-            sharding.wrap(model.embedding, backward_needs_weights=False)
-    if model.final_norm is not None and model.output is not None:
-        materialise(model.final_norm, "final_norm")
-        # The copy of a tied embedding gets the embedding's initial values, because it is drawn from the same name.
-        materialise(model.output, "embedding.word" if is_tied else "output")
-        if not shared:
-            sharding.wrap([model.final_norm, model.output], keep_gathered=True)
+            sharding.wrap(part[0], backward_needs_weights=False)
+    for part in end:
+        materialise(part)
+    if end and not shared:
+        sharding.wrap([module for module, _ in end], keep_gathered=True)
     sharding.wrap(model, keep_gathered=True)
     return model
 

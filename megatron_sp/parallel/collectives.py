@@ -4,8 +4,8 @@ Each is named after what it does to the tensor. ``w`` is the number of ranks in 
 (arXiv 1909.08053) section 3 and Korthikanti et al. (arXiv 2205.05198) section 4.2 for the pairs of tensor parallelism,
 DeepSpeed-Ulysses (arXiv 2309.14509) section 3.1 for the all-to-all.
 
-All collectives here are functional: they return new tensors. So recomputation can run them again, and
-``torch.compile`` can trace them.
+All collectives here but ``broadcast`` are functional: they return new tensors. So recomputation can run them again,
+and ``torch.compile`` can trace them.
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ def gather_objects(value: T) -> list[T]:
 def all_reduce_max(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the elementwise maximum over the group; not differentiable."""
     return torch_internals.all_reduce(x, "max", group)
+
+
+def broadcast(x: torch.Tensor, source: int, group: Group) -> torch.Tensor:
+    """Return x of the rank at place ``source`` of the group, on every rank; not differentiable.
+
+    Args:
+        x: on the source its values; on the others a tensor of the same shape and type, which is overwritten.
+    """
+    dist.broadcast(x, group=group, group_src=source)
+    return x
 
 
 def _gather_dim(x: torch.Tensor, dim: int, group: Group, pieces: bool = False) -> torch.Tensor:

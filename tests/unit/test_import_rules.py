@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "parallel.collectives": ("errors", "config.schema", "layout", "parallel.mesh", "torch_internals", "transport"),
     "parallel": ("errors", "config.schema", "layout", "torch_internals", "transport", "parallel"),
     "data": ("errors", "output_files", "progress", "user_function", "config", "layout", "data"),
-    "model": ("errors", "config", "layout", "torch_internals", "parallel", "activations", "model"),
+    "model": ("errors", "progress", "config", "layout", "torch_internals", "parallel", "activations", "model"),
     "inference": ("errors", "config", "parallel", "model", "inference"),
     "checkpoint": ("errors", "config", "parallel.mesh", "model", "checkpoint"),
     "convert": ("errors", "progress", "torch_internals", "config", "checkpoint", "convert"),

@@ -125,3 +125,28 @@ def test_the_weights_gradient_is_summed_by_products_that_return_fp32(monkeypatch
         gradients.append(torch.autograd.grad(loss, (x, weight)))
     assert torch.equal(gradients[0][0], gradients[1][0])
     torch.testing.assert_close(gradients[0][1].float(), gradients[1][1].float(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("tile", [20, 48])
+def test_fp16_gradients_hold_the_loss_scale_before_they_become_fp16(tile: int) -> None:
+    """With a vocabulary of 128,256, most gradients of a word are 0 in fp16 without the loss scale, and few with it."""
+    vocab, scale = 128256, 2.0**16 / 48  # the loss scale over the number of tokens
+    x, weight, labels = confident(vocab)
+    gradient = (x @ weight.t()).float().softmax(-1).squeeze(0)  # of the same logits, then everything in fp32
+    gradient[torch.arange(48), labels[0]] -= 1.0
+    wanted = {"x": gradient @ weight.float(), "weight": gradient.t() @ x.float().squeeze(0)}
+    loss = linear_cross_entropy_sum(x.requires_grad_(), weight.requires_grad_(), labels, ONE_RANK, vocab, tile=tile)
+    (loss * scale).backward()
+    assert x.grad is not None and weight.grad is not None
+
+    def errors(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+        return (found - exact).norm(dim=-1) / exact.norm(dim=-1)
+
+    for name, found in (("x", x.grad.squeeze(0)), ("weight", weight.grad)):
+        assert found.dtype == torch.float16
+        exact = wanted[name] * scale
+        seen = exact.norm(dim=-1) > 2**-12  # the smallest normal number of fp16 is 2^-14
+        assert float(errors(found.float()[seen], exact[seen]).max()) < 2**-7
+    lost = errors(wanted["weight"].half().float(), wanted["weight"]) > 0.5  # as if the scale came after the cast
+    kept = errors(weight.grad.float(), wanted["weight"] * scale) < 0.5
+    assert float(lost.float().mean()) > 0.5 and float(kept.float().mean()) > 0.9
