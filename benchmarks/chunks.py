@@ -41,7 +41,8 @@ MODEL = ("--num-layers 2 --hidden-size 128 --num-attention-heads 2 --num-key-val
          "--global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --eval-iters 0 --tokenizer-type NullTokenizer "
          f"--vocab-size {VOCAB} ")
 FULL = "--recompute-granularity full "
-#: The model of ``pipeline``: eight layers instead of two, and a vocabulary whose output layer costs less than a layer.
+#: The model of the measurement ``pipeline``: eight layers instead of two, and a small vocabulary, so that the output
+#: layer costs less than one layer.
 BALANCED = {"--num-layers 2 ": "--num-layers 8 ", f"--vocab-size {VOCAB} ": "--vocab-size 256 "}
 #: Environment of measured processes. glibc would keep freed blocks of less than 32 MiB, and they would count.
 VARIABLES = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144",

@@ -21,11 +21,11 @@ from megatron_sp.errors import ConfigError, PeerLostError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: Seconds after which rank 0 says, again and again, for whom it waits.
+#: Seconds between two messages in which rank 0 names the ranks that it waits for.
 PATIENCE = 30.0
-#: Seconds between two looks at the store, once a rank has waited for a while.
+#: Longest pause, in seconds, before a waiting rank reads the store again.
 LONGEST_PAUSE = 0.5
-#: Ranks named in a message; a node that is missing takes all its ranks with it.
+#: Largest number of missing ranks that a message names. When a node is missing, all of its ranks are.
 RANKS_SHOWN = 16
 EVERYBODY, MISTAKE = "all ranks have checked in", "a rank was started twice"
 
@@ -36,12 +36,12 @@ def check_in(store: dist.Store, rank: int, world_size: int, timeout: timedelta, 
 
     Args:
         timeout: how long to wait for the others.
-        warn: prints a line; only rank 0 calls it.
-        patience: seconds between its lines.
+        warn: function that prints a line. Only rank 0 calls it.
+        patience: seconds between two warnings.
 
     Raises:
         ConfigError: two processes say that they are the same rank.
-        PeerLostError: not all ranks came in time; the message names those that are missing.
+        PeerLostError: some ranks did not check in before the time-out; the message names them.
     """
     place = f"process {os.getpid()} of {socket.gethostname()}"
     if store.add(f"number of processes with rank {rank}", 1) > 1:
@@ -55,7 +55,7 @@ def check_in(store: dist.Store, rank: int, world_size: int, timeout: timedelta, 
     if store.add("ranks", 1) == world_size:
         store.set(EVERYBODY, "yes")
     started, pause, warnings = time.monotonic(), 0.01, 0
-    while not store.check([EVERYBODY]):     # and not store.wait, of which torch prints a warning when it times out
+    while not store.check([EVERYBODY]):     # store.wait would make torch print a warning when it times out
         time.sleep(pause)
         pause, waited = min(2 * pause, LONGEST_PAUSE), time.monotonic() - started
         if waited >= timeout.total_seconds():
@@ -70,7 +70,7 @@ def check_in(store: dist.Store, rank: int, world_size: int, timeout: timedelta, 
 
 
 def missing_ranks(store: dist.Store, world_size: int) -> str:
-    """Return the ranks that have not checked in, as words."""
+    """Return text that names the ranks which have not checked in."""
     missing = [rank for rank in range(world_size) if not store.check([f"process with rank {rank}"])]
     shown = ", ".join(map(str, missing[:RANKS_SHOWN])) + (", ..." if len(missing) > RANKS_SHOWN else "")
     return f"rank {shown}" if len(missing) == 1 else f"{len(missing)} of {world_size} ranks ({shown})"

@@ -162,7 +162,8 @@ def meet(environment: Environment, timeout: timedelta) -> dist.Store:
     import torch.distributed as dist
 
     holds_store = environment.rank == 0 and not environment.launcher_holds_store
-    # torchrun has let its nodes meet and numbered the ranks; other ranks check in below, which names those missing.
+    # torchrun has waited for all nodes and numbered the ranks. Ranks of other launchers check in below, so that a
+    # message can name those that are missing.
     store = dist.TCPStore(environment.address, environment.port, environment.world_size, is_master=holds_store,
                           timeout=timeout, multi_tenant=True, wait_for_workers=environment.launcher_holds_store)
     if not environment.launcher_holds_store:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw which earlier tokens a token attends to, and say how much of causal attention that is.
+"""Draw which earlier tokens a token attends to, and print which share of full causal attention is computed.
 
 Examples:
 
@@ -8,9 +8,10 @@ Examples:
         --seq-length 2048 --attention-block-size 64 --output attention.png
 
 Give the flags of the training, or those of them that say which tokens a token attends to. Rows are queries and columns
-are keys. Each pattern is printed as text once, for the first layer that has it and for each head that differs, and with
---output drawn as a picture. In the text, # is a cell of which a token sees all earlier keys, + some, and . none. A
-picture has 512 cells along a side; a paler cell is one of whose keys a token sees some.
+are keys. Each pattern is printed as text once: for the first layer that has it, and for each head whose pattern
+differs. With --output the patterns are also drawn as a picture. In the text, # means that a query sees all earlier keys
+of the cell, + that it sees some of them, and . that it sees none. A picture has 512 cells along a side. A cell is paler
+if a query sees only some of its keys.
 """
 
 from __future__ import annotations

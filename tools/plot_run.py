@@ -7,10 +7,10 @@ Example:
 
     python tools/plot_run.py --compare runs/one_process runs/ulysses --output difference.png
 
---compare shows whether runs compute the same: their losses in one panel, and the distance of each from the first run in
-another.
+--compare shows whether several runs have the same losses. One panel shows the losses, another how far each run's losses
+are from those of the first run.
 
-A run is named by its file metrics.jsonl or by the directory that holds the file. NAME= before it sets its name in the
+Give for each run its file metrics.jsonl, or the directory that holds this file. NAME=PATH labels the run as NAME in the
 picture.
 """
 
@@ -88,7 +88,7 @@ def read_run(argument: str) -> RunMetrics:
     records = [by_iteration[iteration] for iteration in sorted(by_iteration)]
     per_sample = max((row["consumed_tokens"] / row["consumed_samples"] for row in records
                       if row.get("consumed_tokens") and row.get("consumed_samples")), default=0)
-    for row in records:  # the row of an evaluation has no token count: compute it from the samples
+    for row in records:  # rows of evaluations have no token count: compute it from the number of samples
         row.setdefault("consumed_tokens", (row.get("consumed_samples") or 0) * per_sample)
     return RunMetrics(name if separator else path.parent.name or path.stem, records)
 

@@ -106,7 +106,7 @@ class Bench:
             torch.cuda.set_per_process_memory_fraction(self.allowed / self.total, self.device)
 
     def agreed(self, value: float) -> float:
-        """Return the least value of any rank, so that all ranks decide alike."""
+        """Return the smallest of all ranks' values, so that all ranks take the same decision."""
         least = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return float(least)
@@ -116,7 +116,7 @@ class Bench:
         return self.agreed(self.end - time.monotonic())
 
     def skips(self, what: str, seconds: float) -> bool:
-        """Return whether too little time is left for a measurement, and note it then."""
+        """Return whether too little time is left for a measurement. If so, note the measurement as skipped."""
         if self.left() >= seconds:
             return False
         self.note(f"{what}: no time left")
@@ -175,7 +175,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def clean(self) -> None:
-        """Give freed memory back."""
+        """Free unused device memory, and restart the measurement of its peak."""
         gc.collect()
         if not self.toy:
             torch.cuda.empty_cache()

@@ -68,18 +68,18 @@ class DeviceStorage:
     """Keeps tensors where they are."""
 
     def put(self, x: torch.Tensor) -> Stored:
-        """See ``Storage``."""
+        """Keep x itself, without a copy."""
         return Stored(x.detach(), x.device)
 
     def prefetch(self, stored: Stored) -> None:
-        """See ``Storage``."""
+        """Do nothing, because the tensor never left the device."""
 
     def get(self, stored: Stored) -> torch.Tensor:
-        """See ``Storage``."""
+        """Return the tensor that ``put`` or ``replace`` kept."""
         return stored.value
 
     def replace(self, stored: Stored, x: torch.Tensor) -> None:
-        """See ``Storage``."""
+        """Keep x instead of the old tensor."""
         stored.value = x
 
 
@@ -91,7 +91,7 @@ class HostStorage:
         self._to_device: Any = None
 
     def put(self, x: torch.Tensor) -> Stored:
-        """See ``Storage``."""
+        """Start to copy x to host memory, and return what ``get`` needs to bring it back."""
         if x.device.type != "cuda":
             return Stored(x.detach().clone(), x.device)
         if self._to_host is None:
@@ -101,7 +101,7 @@ class HostStorage:
         return stored
 
     def replace(self, stored: Stored, x: torch.Tensor) -> None:
-        """See ``Storage``."""
+        """Start to copy x over the old tensor in host memory."""
         if stored.device.type != "cuda":
             if x is not stored.value:
                 stored.value.copy_(x)
@@ -113,7 +113,7 @@ class HostStorage:
         stored.value_ready = self._to_host.record_event()
 
     def prefetch(self, stored: Stored) -> None:
-        """See ``Storage``."""
+        """Start to copy a tensor from host memory to its device, unless a copy is there already."""
         if stored.device.type != "cuda" or stored.copy is not None:
             return
         self._to_device.wait_event(stored.value_ready)
@@ -122,7 +122,7 @@ class HostStorage:
         stored.copy_ready = self._to_device.record_event()
 
     def get(self, stored: Stored) -> torch.Tensor:
-        """See ``Storage``."""
+        """Return the copy of a tensor on its device, and copy it now if ``prefetch`` has not been called."""
         if stored.device.type != "cuda":
             return stored.value
         self.prefetch(stored)

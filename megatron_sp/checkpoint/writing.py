@@ -41,7 +41,7 @@ def write_durably(path: Path, text: str) -> None:
     """Replace the content of a file. After a crash at any instant it holds the old content or the new, both complete.
 
     Raises:
-        OSError: naming the file.
+        OSError: the file cannot be written; the error names the file.
     """
     aside = path.with_name(path.name + BUILDING)
     try:

@@ -30,7 +30,7 @@ class WeightName:
     """How one of our parameters is stored by Hugging Face.
 
     Attributes:
-        own: our name; ``N`` stands for the number of the layer.
+        own: this package's name; ``N`` stands for the number of the layer.
         theirs: their name, without the family's prefix.
         transposed: they store ``[in, out]`` (GPT-2's Conv1D), we store ``[out, in]``.
         part, parts: ours is this one of so many equal parts that they store one behind the other in a single tensor
@@ -252,7 +252,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def model_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of ``schema.Model`` that a config.json determines, and what of it is not supported.
+    """Return the fields of ``schema.Model`` that a config.json determines, and a problem for each unsupported key.
 
     Args:
         config: the content of config.json.
@@ -294,7 +294,7 @@ def model_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 # --- writing one --------------------------------------------------------------------------------------------------
 
 def misfits(family: Family, model: Model) -> list[str]:
-    """Return what a family cannot express of a model, one fragment each; empty where the family fits."""
+    """Return a sentence fragment for each property of a model that a family cannot express."""
     found = []
     free = {"add_bias_linear", "hidden_dropout"} if family.model_type == "llama" else {"hidden_dropout"}
     for name, value in family.fixed.items():
@@ -342,7 +342,7 @@ def hugging_face_config(family: Family, model: Model, dtype: str) -> dict[str, A
     """Return the config.json of a model.
 
     Args:
-        model: resolved, with its vocabulary size.
+        model: the resolved model flags, vocabulary size included.
         dtype: the type of the stored weights by torch name, for example ``bfloat16``.
     """
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}

@@ -129,7 +129,7 @@ def _optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def _schedule(schedule: Schedule, train: Train) -> Schedule:
-    """Fill in the decay length: the length of the run, in samples or iterations as the run counts."""
+    """Fill in the decay length where it is open: the length of the run, in samples if the run is given in samples."""
     if train.train_samples and not train.train_iters:
         return replace(schedule, lr_decay_samples=schedule.lr_decay_samples or train.train_samples)
     return replace(schedule, lr_decay_iters=schedule.lr_decay_iters or train.train_iters)

@@ -1,4 +1,4 @@
-"""Read the weights of a Hugging Face model under our names."""
+"""Read the weights of a Hugging Face model, and give them this package's parameter names."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from megatron_sp.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
-#: Problems that one message lists at most.
+#: Largest number of problems that one message lists.
 SHOWN = 5
 
 
 def weights_of(directory: str | Path, model: Model) -> Weights:
-    """Return the weights in a Hugging Face model's directory, by our names. Nothing but headers is read yet.
+    """Return the weights of a Hugging Face model as lazy tensors, under this package's parameter names.
+
+    Only the headers of the files are read now. The weights are read when they are used.
 
     Args:
-        model: resolved, with its vocabulary size.
+        model: the resolved model flags, vocabulary size included.
 
     Raises:
         CheckpointError: files are missing or damaged, or the weights are not those of the model.
@@ -34,7 +36,7 @@ def weights_of(directory: str | Path, model: Model) -> Weights:
         family = family_named(str(read_config(directory).get("model_type")))
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    assert family is not None      # checked with the flags
+    assert family is not None      # the check of the flags has refused unknown families
     theirs = stored_tensors(directory)
     if not any(name.startswith(family.prefix) for name in theirs):      # saved without the output layer's wrapper
         theirs = {name if name.startswith("lm_head.") else family.prefix + name: it for name, it in theirs.items()}
@@ -66,7 +68,7 @@ def stored_tensors(directory: Path) -> dict[str, LazyTensor]:
 
 
 def _renamed(directory: Path, family: Family, model: Model, theirs: dict[str, LazyTensor]) -> Weights:
-    """Return the tensors under our names, after checking that there is one of the right shape for each parameter."""
+    """Return the tensors under this package's names. Each parameter must have one tensor of the right shape."""
     found: Weights = {}
     problems, used = [], set()
     shapes = parameter_shapes(model)

@@ -1,4 +1,4 @@
-"""Weights and model flags of a Megatron checkpoint, under our names.
+"""Read the weights and model flags of a Megatron checkpoint, and give them this package's names.
 
 Megatron stores three things otherwise than this package: the weights are cut over tensor-parallel ranks, the rows of
 query, key and value are interleaved in one matrix, and gate and up projection of a gated layer share a matrix::
@@ -22,7 +22,7 @@ from megatron_sp.convert.parameters import parameter_shapes
 from megatron_sp.errors import CheckpointError
 
 QKV_LAYOUTS = ("grouped", "split", "inner")
-#: Problems that one message lists at most.
+#: Largest number of problems that one message lists.
 SHOWN = 5
 
 
@@ -47,10 +47,10 @@ _WHOLE = ("norm.weight", "norm.bias", "attention.output.bias", "mlp.down.bias", 
 
 
 def weights_of(checkpoint: MegatronCheckpoint, model: Model, qkv_layout: str) -> Weights:
-    """Return the weights of a checkpoint by our names, whole.
+    """Return the whole weights of a checkpoint under this package's parameter names.
 
     Args:
-        model: resolved, with the number of rows of the embedding that are to be kept as its vocabulary size.
+        model: the resolved model flags. Their vocabulary size is the number of rows of the embedding to keep.
         qkv_layout: one of ``QKV_LAYOUTS``.
 
     Raises:
@@ -109,7 +109,7 @@ def _join(name: str, parts: list[LazyTensor]) -> LazyTensor:
 
 
 def _joined_layer(ranks: list[Tensors], model: Model, qkv_layout: str) -> Weights:
-    """Return the weights of one layer by our names within it."""
+    """Return the weights of one layer under this package's names without the layer's prefix."""
     joined: Weights = {}
     for name in ranks[0]:
         parts = [rank[name] for rank in ranks if name in rank]
@@ -162,7 +162,7 @@ def _select(tensor: LazyTensor, rows: torch.Tensor) -> LazyTensor:
 
 # --- flags --------------------------------------------------------------------------------------------------------
 
-#: Our field of ``Model`` -> Megatron's names of the flag, among which the first that is set counts.
+#: Field of ``schema.Model`` -> Megatron's names of the flag. The first name that is set gives the value.
 _FLAGS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in (
         "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "max_position_embeddings",
@@ -172,7 +172,7 @@ _FLAGS: dict[str, tuple[str, ...]] = {
         "hidden_dropout", "make_vocab_size_divisible_by")},
     "num_layers": ("num_layers", "encoder_num_layers"), "norm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
 _ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu", "quick_gelu")
-#: Flags that change the mathematics in a way this package does not have -> values that do not.
+#: Megatron's flags that change the mathematics in a way that this package lacks -> the values that change nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0, 1, [1], "1"), "apply_residual_connection_post_layernorm": (None, False),
     "embed_layernorm": (None, False),
@@ -180,7 +180,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 def model_fields(checkpoint: MegatronCheckpoint) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of ``schema.Model`` that Megatron's flags determine, and what of them is not supported."""
+    """Return the fields of ``schema.Model`` that Megatron's flags set, and a problem for each unsupported flag."""
     args = checkpoint.args
     fields: dict[str, Any] = {}
     for name, spellings in _FLAGS.items():
@@ -211,7 +211,7 @@ def _window(args: dict[str, Any]) -> dict[str, Any]:
     return {"window_size": pair[0] + 1} | ({"window_attn_skip_freq": str(skipped)} if skipped else {})
 
 
-#: Our field of YaRN -> Megatron's names of its argument, among which the first that is set counts.
+#: Field of ``schema.Model`` about YaRN -> Megatron's names of the argument. The first name that is set gives the value.
 _YARN = {
     "rotary_scaling_factor": ("yarn_rotary_scaling_factor", "rotary_scaling_factor"),
     "original_max_position_embeddings": ("yarn_original_max_position_embeddings", "original_max_position_embeddings"),

@@ -52,7 +52,7 @@ def _tensor(path: Path, name: str, entry: Any, first: int, size: int) -> LazyTen
 
     Args:
         first: place in the file where the bytes of the tensors begin.
-        size: of the file in bytes.
+        size: size of the file in bytes.
     """
     try:
         kind, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -89,7 +89,7 @@ def _tensor(path: Path, name: str, entry: Any, first: int, size: int) -> LazyTen
 
 
 def _read_into(file: Any, data: bytearray) -> int:
-    """Fill ``data`` from a file, which may return less than is asked for; return how many bytes there were."""
+    """Fill ``data`` from a file in as many reads as that takes, and return how many bytes were read."""
     view, got = memoryview(data), 0
     while got < len(data) and (count := file.readinto(view[got:])):
         got += count

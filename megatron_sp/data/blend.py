@@ -37,16 +37,16 @@ class Blend:
 def parse_data_path(arguments: Sequence[str], flag: str = "--data-path") -> Blend:
     """Parse the value of ``--data-path``, ``--train-data-path`` and so on.
 
-    An even number of words with numbers in the first, third ... place is a list of weights and prefixes,
-    ``W1 P1 W2 P2 ...``. All other lists are prefixes without weights. One argument may hold several words ("0.3 A").
-    Weights are relative. A set with weight 0 is left out. The weight of a single set has no effect.
+    An even number of values with numbers in the first, third ... place is a list of weights and prefixes, ``W1 P1 W2 P2
+    ...``. All other lists are prefixes without weights. One argument may hold several values ("0.3 A"). Weights are
+    relative. A set with weight 0 is left out. The weight of a single set has no effect.
 
     Args:
-        arguments: the words of the flag.
+        arguments: the values of the flag.
         flag: name of the flag, for messages.
 
     Raises:
-        DataError: there are no words, or the weights are not numbers of at least 0 with a positive sum.
+        DataError: the flag has no value, or the weights are not numbers of at least 0 with a positive sum.
     """
     words = list(parse_words(arguments))
     if not words:
@@ -100,12 +100,13 @@ def normalised(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 def member_sizes(weights: Sequence[float], num_samples: int, surplus: float = 0.0) -> list[int]:
-    """Return how many samples to build of each member for a blend of ``num_samples``, rounded up as in Megatron.
+    """Return how many samples each member of a blend must provide, rounded up as in Megatron.
 
     Args:
         weights: share of each member, summing to 1.
-        num_samples: samples of the blend.
-        surplus: share by which to build more of each member than that.
+        num_samples: number of samples of the blend.
+        surplus: fraction by which to increase each number, since a blend can draw more of a member than its weight
+            says.
     """
     return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]
 
@@ -205,7 +206,7 @@ class BlendedDataset:
         datasets: the members, all with the same sequence length.
         dataset_index: member of each sample, int16 ``[num_samples]``.
         dataset_sample_index: number of each sample within its member, int64 ``[num_samples]``.
-        name: of the split.
+        name: name of the split, for messages.
 
     Raises:
         DataError: the order asks a member for more samples than it has.

@@ -55,21 +55,23 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
                    tokenizer: Tokenizer | None = None) -> Splits:
     """Build the datasets that the data flags describe.
 
-    A dataset is None where ``num_samples`` is 0, where ``--split`` gives it the share 0, or where the other datasets
-    have paths of their own and it has none. All processes may call this function at the same time: one of them builds
-    the index cache, and the others wait for it.
+    A dataset is None if ``num_samples`` is 0 for it, if its share in ``--split`` is 0, or if the other datasets are
+    given by their own path flags (``--train-data-path`` ...) and this one is not. All processes may call this function
+    at the same time: one of them builds the index cache, and the others wait for it.
 
     Args:
         data: the data flags; ``seq_length`` and one source (paths or mock data) are set.
         tokenizer_eod: end-of-document token. It is not used, since the index says where documents end.
-        num_samples: how many samples training, validation and test need; None: one epoch.
+        num_samples: number of samples that training, validation and test need; None: one epoch of each.
         seed: seed of all shuffles.
         vocab_size: the random tokens of ``--mock-data`` are below it.
         tokenizer: what the function of ``--dataset-provider`` is given.
-        must_store: whether it is an error if the index cache cannot be written, also in its default directory.
+        must_store: raise an error if the index cache cannot be written. Without it, only a directory that the user
+            named must be writable.
 
     Raises:
-        DataError: a file is missing or damaged, a split has no documents, or an index cannot be stored that must be.
+        DataError: a file is missing or damaged, a split has no documents, or the index cache cannot be written although
+            it must be.
     """
     del tokenizer_eod
     builder = _Builder(data, seed, must_store)
@@ -111,7 +113,7 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files, as far as the system allows, so that ``count`` more can be opened."""
+    """Raise this process's limit of open files, as far as the system allows, so that it can open ``count`` more."""
     if resource is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -188,7 +190,7 @@ class _Builder:
         return BlendedDataset(members, *cached_order(cache, blends.normalised(sizes), count), name)
 
     def provide(self, wanted: Mapping[str, int | None], tokenizer: Tokenizer | None) -> dict[str, Dataset | None]:
-        """Ask the function of ``--dataset-provider`` for each dataset of which samples are wanted."""
+        """Call the function of ``--dataset-provider`` once for each dataset that the run needs samples of."""
         data, spec = self.data, self.data.dataset_provider
         function = own_data.load_provider(spec)
         arguments = dict(word.split("=", 1) for word in data.dataset_arguments)

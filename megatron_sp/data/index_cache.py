@@ -122,7 +122,7 @@ def _read(path: str) -> np.ndarray:
 
 
 def _remove_unfinished(entry: str) -> None:
-    """Remove what killed builds of this entry have left. Only for a process that holds the entry's lock."""
+    """Remove the files that killed builds of this entry left behind. The caller must hold the entry's lock."""
     for path in glob.glob(glob.escape(entry + BUILDING) + "*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -142,7 +142,7 @@ def _store(entry: str, text: str, arrays: Arrays) -> None:
         with contextlib.suppress(FileExistsError, NotADirectoryError):
             os.rename(aside, entry)
     except OSError as error:
-        if not os.path.isdir(entry):  # the directory exists: another process has built the entry meanwhile
+        if not os.path.isdir(entry):  # if it exists now, another process has built the entry in the meantime
             raise error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -7,7 +7,7 @@ import numpy as np
 from megatron_sp.data.gpt_dataset import Dataset, check_window, unlabelled
 from megatron_sp.layout.length_schedule import Phase
 
-#: Number of parts that are shuffled together. Their order takes 8 MiB of memory.
+#: Number of parts in one shuffled block. The order of a block takes 8 MiB of memory.
 SHUFFLED = 1 << 20
 
 

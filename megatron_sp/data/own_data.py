@@ -36,15 +36,15 @@ STEP = 4096  # documents to look at in one go
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """What the run needs of one dataset.
+    """What the run asks the user's function for: one dataset, with its size and its split.
 
     Attributes:
         split: "train", "valid" or "test".
-        num_samples: how many samples the run reads of it; fewer are repeated.
+        num_samples: number of samples that the run reads from the dataset. A dataset with fewer samples is read again.
         seq_length: ``--seq-length``. A sample has one token more, the label of the last input.
         seed: ``--seed``.
         tokenizer: the run's tokenizer, with ``encode(text)``, ``decode(ids)``, ``eod`` and ``vocab_size``.
-        arguments: the words of ``--dataset-arguments``, NAME=VALUE, by name.
+        arguments: the values given by ``--dataset-arguments NAME=VALUE``, by name.
     """
 
     split: str
@@ -62,7 +62,7 @@ class OwnDocuments:
         dataset: has a length, and its item i is a mapping with the token ids of document i. Of a Hugging Face dataset
             only the tokens that a rank needs are read from disk.
         column: name of the token ids in an item; "": the item itself is the token ids.
-        name: of the data, for messages.
+        name: name of the data, for messages.
 
     Attributes:
         lengths: tokens of each document, int64 ``[num_documents]``.
@@ -126,8 +126,8 @@ class OwnSamples:
         dataset: has a length and items of ``seq_length + 1`` token ids, or mappings with them as ``input_ids``.
         seq_length: inputs in a sample.
         num_samples: how many samples the run reads; None: each item once.
-        name: of the split.
-        source: of the data, for messages.
+        name: name of the split, for messages.
+        source: where the data comes from, for messages.
     """
 
     def __init__(self, dataset: Any, seq_length: int, num_samples: int | None, name: str, source: str):
@@ -214,7 +214,8 @@ def ask_provider(function: Callable[[DatasetRequest], Any], spec: str, request: 
     """Call the user's function, and return what it returns.
 
     Raises:
-        DataError: it raised an exception; the message has its words and the line of the user's file.
+        DataError: the function raised an exception. The message repeats the exception and names the line of the user's
+            file.
     """
     try:
         return function(request)

@@ -63,12 +63,13 @@ def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit)
 
     overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
     if run.memory.sequence_chunk_size and not heads.can_cut_keys(2):
-        overlap = overlap or 1  # each group would keep the same keys and values for later chunks
+        overlap = overlap or 1  # with two groups, each would store the same keys and values for later chunks
     wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap, compiled=run.train.compile,
                                  once=once)
     if run.train.compile and (run.data.reset_attention_mask or any(layer_windows(run.model)) or patterns):
-        # Documents differ in each microbatch, so Dynamo would compile for each. Windows and patterns make many small
-        # calls.
+        # Attention stays uncompiled here. Documents differ in each microbatch, so Dynamo would compile again for each
+        # microbatch. Windows and patterns attend in a Python loop of many small kernel calls, which Dynamo would have
+        # to trace.
         wrapped = torch.compiler.disable(wrapped)
     return AttentionPlan(heads, wrapped, first_query_head(heads, mesh))
 

@@ -1,12 +1,12 @@
-"""Sum over ranks, in fp32, the gradients that FSDP does not sum; once a step, after the last microbatch.
+"""Sum the gradients that FSDP does not sum over the ranks, in fp32, once a step after the last microbatch.
 
 ``sum_over_copies`` is for ZeRO stage 0 in fp32. There every data- and sequence-parallel rank holds a whole copy of the
 model, and FSDP is not used, because nothing is sharded or cast.
 
 ``sum_over_tensor_ranks`` is for weights that every tensor-parallel rank holds whole, although it sees only a part of
 the tokens or heads. Norm weights under ``--sequence-parallel`` are an example. FSDP would sum the gradients of such
-DTensors over ``tp`` before it casts them to fp32, so in bf16. Here they are summed after FSDP has cast and sharded
-them. So the sum is in fp32, and only shards are sent.
+DTensors over ``tp`` before it casts them to fp32, which means in bf16. Here they are summed after FSDP has cast and
+sharded them. Therefore the sum is in fp32, and ranks send only shards.
 """
 
 from __future__ import annotations

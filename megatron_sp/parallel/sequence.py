@@ -40,7 +40,10 @@ class HeadCopyingCore:
 
 
 class HeadCopyingKernel:
-    """A block kernel that copies key/value heads as ``HeadCopyingCore`` does, after the ring has sent them uncopied."""
+    """A block kernel that gives each query head a copy of its key/value head, as ``HeadCopyingCore`` does.
+
+    The copies are made after the ring has sent keys and values, so the ring sends each head once.
+    """
 
     def __init__(self, kernel: BlockKernel, kv_indices: tuple[int, ...], device: torch.device):
         self.kernel, self.index = kernel, torch.tensor(kv_indices, device=device)

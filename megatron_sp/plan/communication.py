@@ -27,7 +27,7 @@ class Traffic:
         size: ranks of the group.
         sent: bytes that the busiest rank sends in a step.
         what: the collectives, in words.
-        hidden: whether the communication normally runs beside computation.
+        hidden: whether the communication normally overlaps with computation.
     """
 
     axis: str
@@ -41,11 +41,11 @@ def step_traffic(run: Run) -> list[Traffic]:
     """Return the traffic of each axis that has more than one rank.
 
     Args:
-        run: resolved, with vocabulary sizes.
+        run: a resolved run with known vocabulary sizes.
     """
     parallel = run.parallel
     microbatches = max(1, run.train.global_batch_size // max(1, run.train.micro_batch_size * parallel.dp))
-    microbatches *= num_chunks(run)  # each is computed by itself, and ``Sizes`` counts the tokens of one
+    microbatches *= num_chunks(run)  # every chunk communicates separately, and ``Sizes`` holds the tokens of one chunk
     layers = max(sum(len(stage) for stage in stages) for stages in _layers_of_ranks(run))
     per_layer = {"tp": _tensor(run), "ulysses": _ulysses(run), "ring": _ring(run)}
     found = [Traffic(axis, getattr(parallel, axis), sent * layers * microbatches, what, hidden)

@@ -40,7 +40,7 @@ class Device:
     def holds(self, plan: MemoryPlan, usable: float = 1.0) -> bool:
         """Return whether a planned peak fits into this share of the device's and of the host's memory.
 
-        What offload moves stays in the same memory where the device is a CPU.
+        On a CPU the device's memory is the host's memory, so the plan's host bytes count against it too.
         """
         if self.kind == "cpu":
             return plan.total + plan.host <= self.memory * usable
@@ -93,7 +93,7 @@ def device_like(name: str, memory: int, host_memory: int) -> Device:
 
     Args:
         name: for example "NVIDIA H100 80GB HBM3".
-        host_memory: for each device of the node.
+        host_memory: bytes of host memory for each device of the node.
     """
     known = next((device for device in DEVICES.values() if device.name.partition("-")[0] in name), DEVICES["H100"])
     return replace(known, name=name, memory=memory, host_memory=host_memory)

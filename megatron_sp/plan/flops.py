@@ -84,7 +84,8 @@ def repeats_of(run: Run) -> Repeats:
     chunks = num_chunks(run)
     is_kept = kind == "selective" and not grouped and not forms_probabilities(run)
     unit, stages = recompute_unit(memory), stage_layers(model, run.parallel)
-    # Shares of all layers: ``layers`` of those that are recomputed, ``ends`` of those at the end of a recomputed unit.
+    # Fractions of all layers: ``layers`` are recomputed, ``ends`` are the last layer of a unit that is recomputed as
+    # one.
     layers = sum(len(recomputed_layers(memory, stage)) for stage in stages) / model.num_layers
     ends = layers if unit == 1 else sum(-(-len(stage) // unit) for stage in stages) / model.num_layers
     attention = layers if unit > 1 or not grouped else 0.0

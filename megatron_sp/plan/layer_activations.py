@@ -90,7 +90,7 @@ def layer_memory(run: Run, *, device: str = "cpu") -> LayerMemory:
     x1_n2 = x + n1 + stats + mask
     grad = x + gathered + (x if mask else 0)  # gradient of the layer's output; with dropout also before its mask
     if tile:
-        at_mlp = x1_n2 + grad + n1 + peak  # n1: the gradient of n2
+        at_mlp = x1_n2 + grad + n1 + peak  # the gradient of n2 has the size of n1
         mlp = x1_n2
     else:  # two candidates: backward of the activation function, and then of the up and gate projections
         at_mlp = max(x1_n2 + grad + peak, x1_n2 + grad + ffn / 2 + 2 * n1)

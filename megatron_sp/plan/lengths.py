@@ -1,4 +1,4 @@
-"""Plan the phases of ``--seq-length-schedule``: what each needs, beside the plan of the longest one."""
+"""Plan the memory and step time of each phase of ``--seq-length-schedule``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_sp.plan.step_time import predict_step_time
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """What a phase needs in the layout of the command line.
+    """The predicted memory and step time of one phase, in the layout that the flags give.
 
     Attributes:
-        first_token: tokens that the training has read before.
-        sequences: sequences of a step.
+        first_token: number of tokens that the training has read when the phase begins.
+        sequences: number of sequences in a step.
         memory: predicted peak of a device in bytes.
         seconds: predicted time of a step.
     """

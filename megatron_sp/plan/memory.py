@@ -192,7 +192,7 @@ class _Rank:
         return self.is_wrapped and (parallel.pp > 1 or (self.backwards > 1 and parallel.zero_stage < 2))
 
     def gathered(self, *, layers: int, layer_now: bool, output: bool) -> float:
-        """Return the bytes of gathered weights in the compute type, which exist beside the shards.
+        """Return the bytes of gathered weights in the compute type, which exist in addition to the fp32 shards.
 
         Args:
             layers: number of layers whose backward is not done. Below ZeRO stage 3 they are all still gathered.
@@ -205,13 +205,14 @@ class _Rank:
         parallel = self.run.parallel
         ends = (self.output if output else 0) + (self.embedding if w.is_tied and self.is_first else 0)
         fetched = e * self.output if output and self.shard > 1 else 0.0  # the buffer of the all-gather
-        if parallel.pp > 1:  # all stay gathered from the first microbatch to the last
+        if parallel.pp > 1:  # a pipeline keeps all weights gathered from the first microbatch to the last
             return e * self.parameters
-        if parallel.zero_stage < 3 and self.backwards > 1:  # all stay gathered too; no gather is running
+        # stages 1 and 2 keep all weights gathered until the last backward
+        if parallel.zero_stage < 3 and self.backwards > 1:
             return e * self.parameters
         if parallel.zero_stage < 3:
             return e * (ends + layers * w.layer + (0 if w.is_tied or not layers else self.embedding)) + fetched
-        if layer_now:  # this layer, and the next ones, which are being gathered
+        if layer_now:  # weights of the computing layer, and of the next ones, which are being gathered
             return e * (ends + w.layer * min(1 + layers_ahead(e * w.layer), layers))
         return e * ends + fetched
 

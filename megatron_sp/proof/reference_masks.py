@@ -53,17 +53,17 @@ def rule_of(model: Model, name: str) -> Rule:
     local, chosen, differs = model.attention_local_blocks, model.attention_global_blocks, model.attention_blocks_by_head
 
     def fixed(head: int, query: int, key: int) -> bool:
-        """The own window, or a block near the end of an earlier window; heads that differ go back from the end."""
+        """Return whether a block sees an earlier one: it is in its window, or near the end of an earlier one."""
         turn = head % (local // chosen) if differs and chosen else 0
         from_end = local - key % local  # 1 for the last block of a window
         return query // local == key // local or turn * chosen < from_end <= (turn + 1) * chosen
 
     def longformer(head: int, query: int, key: int) -> bool:
-        """One of the nearest blocks, or one of the first."""
+        """Return whether a block sees an earlier one: it is one of the nearest blocks, or one of the first."""
         return query - key < local or key < chosen
 
     def bigbird(head: int, query: int, key: int) -> bool:
-        """As longformer, or drawn at random from the other blocks."""
+        """Return whether a block sees an earlier one: as in ``longformer``, or it was drawn at random."""
         others = [block for block in range(query) if not longformer(head, query, block)]
         who = head if differs else 0
         picked: list[int] = []
@@ -74,7 +74,7 @@ def rule_of(model: Model, name: str) -> Rule:
         return longformer(head, query, key) or key in [others[number] for number in picked]
 
     def strided(head: int, query: int, key: int) -> bool:
-        """One of the nearest blocks, or a number of strides before; heads that differ are shifted."""
+        """Return whether a block sees an earlier one: it is one of the nearest blocks, or whole strides away."""
         stride = model.attention_stride or local
         return query - key < local or (query - key) % stride == (head % stride if differs else 0)
 

@@ -154,7 +154,7 @@ def compare_trainings(run: Run, num_steps: int, build: Build, half: Precision | 
 
 
 def _with_peak_rate(run: Run, rate: float) -> Schedule:
-    """Return the schedule of the run with the peak learning rate ``rate``, and its other rates in proportion."""
+    """Return the run's schedule with all learning rates scaled by one factor, so that the peak is ``rate``."""
     schedule = run.schedule
     factor = rate / schedule.lr
     return replace(schedule, lr=rate, min_lr=schedule.min_lr * factor, lr_warmup_init=schedule.lr_warmup_init * factor)

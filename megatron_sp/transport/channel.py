@@ -128,7 +128,7 @@ class SharedMemoryChannel:
         self.size, self.rank = mailboxes.size, mailboxes.rank
 
     def start_all_to_all(self, tensors: Tensors, change: SplitChange) -> Finish:
-        """See ``Channel``."""
+        """Exchange the pieces now, and return a function that returns the results."""
         change.check(tensors, self.rank)
         results = []
         for x, cut, join in zip(tensors, change.cut_sizes, change.join_sizes):
@@ -144,7 +144,7 @@ class SharedMemoryChannel:
         return lambda: results
 
     def sum_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See ``Channel``."""
+        """Replace contiguous tensors by their sums over the ranks, through shared memory."""
         self.mailboxes.sum_in_place(tensors)
 
 

@@ -44,7 +44,7 @@ MAX_SLOT = 1 << 20
 MIN_SLOT = 128 << 10
 #: Bytes that all mailboxes of one rank should stay below, so that they fit the processor's caches.
 MAX_MAILBOXES = 8 << 20
-#: Every tensor in a slot starts at a multiple of this many bytes. The header takes the first of them.
+#: Every tensor in a slot starts at a multiple of this many bytes. The slot's header takes the first ALIGNMENT bytes.
 ALIGNMENT = 64
 FULL, EMPTY, REFUSED = b"F", b"E", b"R"
 

@@ -19,7 +19,8 @@ class WritePlan:
     """What this rank writes.
 
     Attributes:
-        own: the pieces that this rank writes, and into which file. Of several equal copies one rank writes one.
+        own: the pieces that this rank writes, and into which file. When several ranks hold equal copies of a piece,
+            only one of them writes it.
         metadata: on rank 0, the names, shapes and types of all tensors of the checkpoint; None on the other ranks.
     """
 
@@ -32,7 +33,10 @@ class WritePlan:
 
 
 class Planner:
-    """Plans saves. All ranks exchange their lists of pieces, once for as long as the lists stay the same."""
+    """Decides which rank writes which piece.
+
+    The decision is kept for later saves, as long as the pieces stay the same.
+    """
 
     def __init__(self) -> None:
         self._plan: WritePlan | None = None

@@ -47,8 +47,8 @@ class Saved:
     """A finished save.
 
     Attributes:
-        seconds: from the start of the save until the checkpoint was complete.
-        blocked: seconds of these in which training waited.
+        seconds: time from the start of the save until the checkpoint was complete.
+        blocked: the part of this time during which training waited, in seconds.
         notes: sentences for the log.
     """
 
@@ -84,7 +84,8 @@ class Saver:
         Args:
             state: ``train``, ``schedule``, ``loss_scaler`` and other values that JSON can hold; ``load_checkpoint``
                 returns them.
-            wait: return when the checkpoint is complete. Otherwise return when training may go on.
+            wait: whether to return only when the checkpoint is complete. Otherwise the call returns as soon as training
+                may continue.
 
         Raises:
             SaveError: on all ranks, when the checkpoint could not be written; its files are removed.
@@ -211,7 +212,7 @@ class _Job:
         """Complete the checkpoint on rank 0: write the rest of its files, the manifest last, and give it its name.
 
         Args:
-            written: for each rank, where its tensors lie, and the manifest's entries of its files.
+            written: one entry for each rank: where its tensors lie, and the manifest's entries of its files.
 
         Returns:
             the checkpoint's path, and sentences for the log

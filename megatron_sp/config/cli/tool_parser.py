@@ -24,7 +24,7 @@ class ToolParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError with argparse's message, behind each flag that is one typing mistake from a known one."""
+        """Raise a ConfigError with argparse's message, preceded by each flag that is likely misspelled."""
         known = self._option_string_actions
         _, _, extra = message.partition("unrecognized arguments: ")
         if unknown := [word for word in extra.split() if word.startswith("--")]:

@@ -14,7 +14,7 @@ class Bound(NamedTuple):
     high_open: bool = False
 
     def problem(self, value: float) -> str:
-        """A sentence fragment when ``value`` is outside, else ""."""
+        """Return a sentence fragment when ``value`` is outside the interval, else ""."""
         if self.low is not None and (value < self.low or (self.low_open and value == self.low)):
             return f"must be {'above' if self.low_open else 'at least'} {_text(self.low)}"
         if self.high is not None and (value > self.high or (self.high_open and value == self.high)):
@@ -23,7 +23,7 @@ class Bound(NamedTuple):
 
 
 def _text(limit: float) -> str:
-    """Whole numbers with all their digits."""
+    """Return a limit as text; whole numbers are written with all their digits."""
     return f"{limit:.0f}" if limit == int(limit) else f"{limit:g}"
 
 
@@ -96,7 +96,7 @@ BOUNDS: dict[str, Bound] = {
 
 
 def bound_problem(key: str, value: Any) -> str:
-    """A sentence fragment when ``value`` is out of the field's bounds, else ""."""
+    """Return a sentence fragment when ``value`` is outside the field's bounds, else ""."""
     bound = BOUNDS.get(key)
     if bound is None:
         return ""

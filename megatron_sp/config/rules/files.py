@@ -30,7 +30,10 @@ def file_problems(run: Run) -> list[str]:
 
 
 def tokenizer_problems(run: Run) -> list[str]:
-    """Tokenizer files that do not exist. A name without a directory may be one of Hugging Face's cache."""
+    """Return tokenizer files that do not exist.
+
+    A name without a directory is accepted, because Hugging Face's cache may hold a tokenizer of this name.
+    """
     data = run.data
     if data.mock_data and run.model.vocab_size:
         return []
@@ -46,9 +49,9 @@ def tokenizer_problems(run: Run) -> list[str]:
 
 
 def data_problems(run: Run) -> list[str]:
-    """Token files that are missing, and splits of ``--data-path`` that get no document."""
+    """Return token files that are missing, and splits of ``--data-path`` that get no document."""
     if check_data(run):
-        return []       # what the flags mean is not clear
+        return []       # ``check_data`` reports that the data flags contradict each other
     data, evaluates, trains = run.data, run.train.eval_iters > 0, not run.train.skip_train
     place = parts(data.dataset_provider)[0]
     if place.endswith(".py") and not os.path.isfile(place):
@@ -79,7 +82,7 @@ def _empty_splits(run: Run, is_used: dict[str, bool]) -> list[str]:
 
 
 def _num_sequences(prefix: str) -> int:
-    """Sequences of a token set, by its header; 0 where the file is damaged, which is reported when it is read."""
+    """Return the number of sequences in the header of a token set; 0 for a damaged file, which its reader reports."""
     try:
         with open(prefix + ".idx", "rb") as file:
             header = file.read(NUM_SEQUENCES.stop)
@@ -107,7 +110,7 @@ def _prefix_hint(prefix: str) -> str:
 
 
 def directory_problems(run: Run) -> list[str]:
-    """A ``--save`` that cannot be written, and a ``--load`` that must be there and is not."""
+    """Return a problem where ``--save`` cannot be written, or where ``--load`` is required and missing."""
     save, load = run.checkpoint.save, run.checkpoint.load
     found = []
     if save:
@@ -126,7 +129,7 @@ def directory_problems(run: Run) -> list[str]:
 
 
 def hugging_face_problems(directory: str) -> list[str]:
-    """Files of weights that a Hugging Face model's index names and that are not there."""
+    """Return the weight files that a Hugging Face model's index names and that do not exist."""
     path = Path(directory)
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         try:
@@ -141,7 +144,7 @@ def hugging_face_problems(directory: str) -> list[str]:
 
 
 def package_problems(run: Run) -> list[str]:
-    """Packages that a tracker needs and that are not installed."""
+    """Return the packages that a requested tracker needs and that are not installed."""
     needed = {"tensorboard": ("--tensorboard-dir", run.logging.tensorboard_dir),
               "wandb": ("--wandb-project", run.logging.wandb_project)}
     return [f"{flag} {value} needs the {package} package. Run pip install {package}, or leave the flag out: "

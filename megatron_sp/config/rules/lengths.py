@@ -45,7 +45,7 @@ def _empty_phases(run: Run, flag: str) -> list[str]:
         return []  # the bounds say so
     try:
         found = phases(run)
-    except ValueError:      # of --step-batch-size-schedule, which another rule reports
+    except ValueError:      # --step-batch-size-schedule cannot be read, which another rule reports
         return []
     return [f"{flag}: phase {phase.number} is shorter than one step, which has {run.train.global_batch_size} x "
             f"{run.data.seq_length} tokens; move the next phase's start further away."

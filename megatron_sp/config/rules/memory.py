@@ -8,7 +8,7 @@ from megatron_sp.layout.schedules import SCHEDULES
 
 
 def check_memory(run: Run) -> list[str]:
-    """Techniques that need or exclude each other."""
+    """Return problems with memory techniques that need or exclude each other."""
     memory, parallel = run.memory, run.parallel
     found = []
     if memory.offload_activations > 0 and not memory.recompute_granularity:
@@ -32,7 +32,7 @@ def check_memory(run: Run) -> list[str]:
 
 
 def check_sizes(run: Run) -> list[str]:
-    """Sizes of memories that cannot be read."""
+    """Return the values of --device-memory and --host-memory that are not a size."""
     found = []
     for flag, text in _sizes(run).items():
         try:
@@ -44,7 +44,7 @@ def check_sizes(run: Run) -> list[str]:
 
 
 def check_use_of_sizes(run: Run) -> list[str]:
-    """Sizes of memories in a run that does not use them; a plan does."""
+    """Return --device-memory and --host-memory where a run, unlike a plan, would not use them."""
     if run.memory.memory_efficiency:
         return []
     return [f"{flag} {text} needs --memory-efficiency auto or --dry-run, which look at it." for flag, text in
@@ -56,7 +56,7 @@ def _sizes(run: Run) -> dict[str, str]:
 
 
 def check_chunks(run: Run) -> list[str]:
-    """What chunks of the sequence need, and what cannot be computed in chunks."""
+    """Return what ``--sequence-chunk-size`` still needs, and which flags it excludes."""
     memory, parallel, length = run.memory, run.parallel, run.data.seq_length
     size = memory.sequence_chunk_size
     if size < 1:

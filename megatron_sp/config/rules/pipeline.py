@@ -10,7 +10,7 @@ from megatron_sp.layout.sequence_split import split_problem
 
 
 def check_pipeline(run: Run) -> list[str]:
-    """Stages and their layers."""
+    """Return problems with the number of pipeline stages and with the layers of each stage."""
     model, parallel = run.model, run.parallel
     per_rank, num_stages = parallel.stages_per_rank, parallel.pp * parallel.stages_per_rank
     if parallel.pp < 1 or per_rank < 1 or model.num_layers < 1:
@@ -63,7 +63,7 @@ def _schedule_rules(run: Run) -> list[str]:
 
 
 def _microbatch_rules(run: Run, global_batch_size: int) -> list[str]:
-    """Numbers of microbatches a schedule takes, with the nearest valid batch sizes."""
+    """Return a problem, with valid batch sizes, where the schedule cannot take this number of microbatches."""
     parallel, train = run.parallel, run.train
     step = train.micro_batch_size * max(parallel.dp, 1)
     if train.decrease_batch_size_if_needed and step > 0:
@@ -84,7 +84,7 @@ def _microbatch_rules(run: Run, global_batch_size: int) -> list[str]:
 
 
 def check_ring(run: Run) -> list[str]:
-    """What a ring cannot do, and a split that contradicts itself."""
+    """Return flags that a ring excludes, and contradictions of ``--sequence-split``."""
     if problem := split_problem(run.parallel):
         return [problem]
     if run.parallel.ring > 1 and run.model.attention_dropout > 0:

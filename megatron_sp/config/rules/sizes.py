@@ -8,7 +8,7 @@ from megatron_sp.layout.batch_schedule import parse_batch_schedule
 
 
 def check_model(run: Run) -> list[str]:
-    """Head counts and widths."""
+    """Return problems with the numbers of heads and with the widths of the model."""
     model = run.model
     found = []
     heads = model.num_attention_heads
@@ -34,7 +34,7 @@ def check_model(run: Run) -> list[str]:
 
 
 def check_parallel(run: Run) -> list[str]:
-    """How ranks, heads and widths divide."""
+    """Return parallel degrees that do not divide the number of ranks, the heads or the widths."""
     model, parallel = run.model, run.parallel
     tp, pp, sp, world = parallel.tp, parallel.pp, parallel.sp, parallel.world_size
     if min(tp, pp, sp) < 1:
@@ -73,7 +73,7 @@ def check_parallel(run: Run) -> list[str]:
 
 
 def check_overlap(run: Run) -> list[str]:
-    """What exchanges beside attention exclude."""
+    """Return flags that ``--ulysses-overlap-groups`` excludes, and a problem where there are too few heads."""
     parallel, count = run.parallel, run.parallel.ulysses_overlap_groups
     if count < 2 or min(parallel.tp, parallel.ulysses) < 1:
         return []
@@ -92,12 +92,12 @@ def check_overlap(run: Run) -> list[str]:
 
 
 def _at_most(flag: str, count: int) -> str:
-    """The cure for too many groups of heads: fewer of them, or no flag where only one group is left."""
+    """Return the cure for too many groups of heads: fewer groups, or no flag where only one is possible."""
     return f"use {count} or less" if count > 1 else f"leave {flag.partition(' ')[0]} out"
 
 
 def _groups_text(run: Run) -> str:
-    """The degrees above 1, by flag: what one data-parallel replica is made of."""
+    """Return the parallel degrees above 1 with their flags, for messages about the size of one replica."""
     parallel = run.parallel
     degrees = {"--tensor-model-parallel-size": parallel.tp, "--pipeline-model-parallel-size": parallel.pp,
                "--ulysses-size": parallel.ulysses, "--ring-size": parallel.ring}
@@ -105,7 +105,7 @@ def _groups_text(run: Run) -> str:
 
 
 def check_sequence(run: Run) -> list[str]:
-    """The sequence divides evenly over the ranks that share it. A length that does not may lack positions, too."""
+    """Return a problem, with valid lengths, where the ranks that share a sequence do not divide --seq-length."""
     parallel, length = run.parallel, run.data.seq_length
     shares = {"--ulysses-size": parallel.ulysses, "--ring-size": parallel.ring}
     step = parallel.sp
@@ -125,7 +125,7 @@ def check_sequence(run: Run) -> list[str]:
 
 
 def check_batch(run: Run) -> list[str]:
-    """Global batch, microbatch and data-parallel size, also under ramp-up."""
+    """Return problems with the global batch, the microbatch and the data-parallel size, also in a ramp-up."""
     train, parallel = run.train, run.parallel
     if train.micro_batch_size < 1 or parallel.world_size % (parallel.tp * parallel.pp * parallel.sp or 1):
         return []

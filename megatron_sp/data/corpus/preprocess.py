@@ -69,7 +69,7 @@ class Preprocessor:
     tokenizer thread for every core.
 
     Raises:
-        DataError: the tokenizer is at fault, or an unfinished run of other settings is there.
+        DataError: the tokenizer cannot be built or used, or an unfinished run with other settings wrote to this output.
     """
 
     def __init__(self, parts: Sequence[Part], job: Job, output: Output):
@@ -93,7 +93,7 @@ class Preprocessor:
             progress: called after each block, with the bytes of the input that were read and the totals so far.
 
         Raises:
-            DataError: the input is at fault, or the output cannot be written. If the run has noted its progress, the
+            DataError: the input cannot be read, or the output cannot be written. If the run has noted its progress, the
                 unfinished files are kept for ``--resume``; otherwise nothing is left.
         """
         with self.journal.lock():

@@ -89,7 +89,7 @@ def read_blocks(parts: Sequence[Part], keys: Sequence[str] = (), separator: byte
         parts: the input.
         keys: columns of Parquet files.
         separator: what stands between the documents of a text file; b"": each file is one document.
-        start: where to begin, from the last block of an earlier process.
+        start: where to begin: the ``next`` of the last block that an earlier process finished.
 
     Raises:
         DataError: a file cannot be read.
@@ -165,7 +165,7 @@ def _cut(pieces: Iterator[bytes], separator: bytes) -> Iterator[bytes]:
 
     Separators are found from left to right and do not overlap, so that the records do not depend on the pieces.
     """
-    held: list[bytes] = []  # the beginning of a record
+    held: list[bytes] = []  # the beginning of a record whose end has not been read yet
     for piece in pieces:
         # A separator may begin in the bytes held and end in this piece.
         border = held[-1][-(len(separator) - 1):] if held and len(separator) > 1 else b""

@@ -16,7 +16,7 @@ from megatron_sp.data.tokenizers.words import WordCache, gpt2_splitter, sentence
 from megatron_sp.errors import DataError
 
 GPT2_EOD = "<|endoftext|>"
-UNCERTAIN_PART = 2000  # characters of the parts in which a text with rare characters is encoded
+UNCERTAIN_PART = 2000  # length, in characters, of the parts into which a text with rare characters is cut
 
 
 class Tokenizer(ABC):
@@ -45,7 +45,7 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_arrays(self, texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
-        """Return the token ids of each text as an array: the ids of ``encode``, on the fastest way that is known."""
+        """Return the token ids of each text as an array: the ids of ``encode``, in the fastest way that is known."""
         # Each list becomes an array immediately: a list of Python integers takes up to 20 times the memory.
         return [np.array(ids, dtype=dtype) for ids in self.encode_batch(texts)]
 
@@ -181,7 +181,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 def _by_words(words: WordCache, texts: Sequence[str], cut: long_text.Cutter,
               by_library: Callable[[Sequence[str], np.dtype], list[np.ndarray]], dtype: np.dtype) -> list[np.ndarray]:
-    """Encode texts with a cache of words, and what its splitter refuses with the library.
+    """Encode texts with a cache of words; the library encodes the parts that the cache's splitter refuses.
 
     One rare character is enough for the splitter to refuse a text. Such a text is cut, so that only the parts with rare
     characters take the slower way.

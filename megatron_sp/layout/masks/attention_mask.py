@@ -117,7 +117,7 @@ class AttentionMask:
         return replace(self, window=window, pattern=pattern) if window or pattern is not None else self
 
     def of_heads(self, first_head: int) -> AttentionMask:
-        """Return the mask for heads from this one on; the same mask where all heads see the same."""
+        """Return the mask for heads that start with this one; the mask itself if all heads see the same keys."""
         return self if self.pattern is None else replace(self, first_head=first_head)
 
     def after(self, tokens: int) -> AttentionMask:
@@ -226,8 +226,8 @@ class AttentionMask:
             return []
         if not self.window:
             return [Piece(queries, keys, False)]
-        start = max(first, low + self.window - 1)  # this query and later ones see a key less than the one before
-        stop = min(last, high + self.window - 1)  # this one and later ones see no key
+        start = max(first, low + self.window - 1)  # from here on each query sees one key less than the query before it
+        stop = min(last, high + self.window - 1)  # from here on the window hides all of these keys
         found = [Piece((first, min(last, start)), keys, False)] if first < start else []
         if start < stop:
             seen_from, count = start - self.window + 1, stop - start

@@ -79,21 +79,21 @@ class Fixed(BlockPattern):
     heads_see_equally_many: ClassVar[bool] = True
 
     def kind(self, head: int) -> int:
-        """See ``BlockPattern``."""
+        """Return which of a window's blocks this head sees: 0 the last ones, 1 those before them, and so on."""
         return head % max(1, self.local // self.summary) if self.by_head and self.summary else 0
 
     def _place(self, head: int) -> int:
-        """Return the place of the first block of a window that later windows see."""
+        """Return the position, within a window, of the first block that later windows see."""
         return self.local - (1 + self.kind(head)) * self.summary
 
     def earlier(self, head: int, block: int) -> list[int]:
-        """See ``BlockPattern``."""
+        """Return the summary blocks of all earlier windows, then the block's predecessors in its own window."""
         own, place = block // self.local * self.local, self._place(head)
         return [start + place + number for start in range(0, own, self.local) for number in range(self.summary)
                 ] + list(range(own, block))
 
     def count(self, head: int, block: int, first: int = 0) -> int:
-        """See ``BlockPattern``."""
+        """Return how many of the ``earlier`` blocks have a number of at least ``first``."""
         own, place = block // self.local * self.local, self._place(head)
 
         def seen_before(number: int) -> int:
@@ -112,36 +112,36 @@ class Longformer(BlockPattern):
     heads_see_equally_many: ClassVar[bool] = True
 
     def earlier(self, head: int, block: int) -> list[int]:
-        """See ``BlockPattern``."""
+        """Return the first ``first`` blocks of the sequence, then the nearest ones."""
         near = max(0, block - self.local + 1)
         return [*range(min(self.first, near)), *range(near, block)]
 
     def count(self, head: int, block: int, first: int = 0) -> int:
-        """See ``BlockPattern``."""
+        """Return how many of the ``earlier`` blocks have a number of at least ``first``."""
         near = max(0, block - self.local + 1)
         return max(0, min(self.first, near) - first) + max(0, block - max(near, first))
 
 
 @dataclass(frozen=True)
 class BigBird(Longformer):
-    """As ``Longformer``, and ``random`` of the blocks between, drawn for each block of queries.
+    """A ``Longformer`` pattern plus ``random`` blocks between its first and its nearest blocks.
 
-    They are drawn from a hash of seed, head and block, so that every rank, every pass and every version of Python draws
-    the same ones.
+    The random blocks of each block of queries are drawn from a hash of seed, head and block. So every rank, every pass
+    and every version of Python draws the same blocks.
     """
 
     random: int = 1
     seed: int = 0
 
     def earlier(self, head: int, block: int) -> list[int]:
-        """See ``BlockPattern``."""
+        """Return the first blocks of the sequence, then the random ones, then the nearest ones."""
         near = max(0, block - self.local + 1)
         known = min(self.first, near)
         drawn = _draw(near - known, self.random, f"{self.seed} {self.kind(head)} {block}")
         return [*range(known), *sorted(known + number for number in drawn), *range(near, block)]
 
     def count(self, head: int, block: int, first: int = 0) -> int:
-        """See ``BlockPattern``."""
+        """Return how many of the ``earlier`` blocks have a number of at least ``first``."""
         if first:
             return BlockPattern.count(self, head, block, first)
         near = max(0, block - self.local + 1)
@@ -170,7 +170,7 @@ class Strided(BlockPattern):
     stride: int = 4
 
     def kind(self, head: int) -> int:
-        """See ``BlockPattern``."""
+        """Return the distance, modulo ``stride``, of the far blocks that this head sees."""
         return head % self.stride if self.by_head else 0
 
     def _far(self, head: int, block: int, first: int = 0) -> range:
@@ -180,11 +180,11 @@ class Strided(BlockPattern):
         return range(start, max(0, block - self.local + 1), self.stride)
 
     def earlier(self, head: int, block: int) -> list[int]:
-        """See ``BlockPattern``."""
+        """Return the blocks that the stride reaches, then the nearest ones."""
         return [*self._far(head, block), *range(max(0, block - self.local + 1), block)]
 
     def count(self, head: int, block: int, first: int = 0) -> int:
-        """See ``BlockPattern``."""
+        """Return how many of the ``earlier`` blocks have a number of at least ``first``."""
         return len(self._far(head, block, first)) + max(0, block - max(0, block - self.local + 1, first))
 
 
@@ -200,7 +200,7 @@ class Own(BlockPattern):
     function: Callable[..., list[int]] = field(default=lambda *_: [])
 
     def earlier(self, head: int, block: int) -> list[int]:
-        """See ``BlockPattern``."""
+        """Return the blocks that the user's function lists for this block of queries."""
         return self.function(head, block) if self.by_head else self.function(block)
 
 

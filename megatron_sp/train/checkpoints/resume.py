@@ -43,10 +43,10 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def load(run: Run, model: Any, optimizer: Any) -> tuple[dict[str, Any] | None, bool]:
-    """Fill model and optimizer from ``--load``. Without a checkpoint there, fill the model from what else is given.
+    """Fill model and optimizer from ``--load``; without a checkpoint there, fill the model from another source.
 
-    That is ``--pretrained-checkpoint`` or ``--load-hf``. The optimizer is not filled from these two, in a run that only
-    evaluates, or with a flag that asks for a fresh optimizer.
+    The other sources are ``--pretrained-checkpoint`` and ``--load-hf``, which give weights only. The optimizer is also
+    left as it is in a run that only evaluates, and with a flag that asks for a fresh optimizer.
 
     Returns:
         the content of the checkpoint's ``state.json``, or None when there is no checkpoint of this program; and
@@ -118,7 +118,7 @@ def choose_schedule(schedule: Schedule, saved: dict[str, Any], run: Run) -> Sche
     Raises:
         CheckpointError: the two schedules differ, and no flag says which one to use.
     """
-    if not saved["schedule"]:      # a model of another system: there was no schedule
+    if not saved["schedule"]:      # a checkpoint converted from another system has no schedule
         return schedule
     theirs, flags = read_part(saved, "schedule", Schedule.from_dict), run.schedule
     if flags.use_checkpoint_opt_param_scheduler:

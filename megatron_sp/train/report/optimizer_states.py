@@ -15,7 +15,7 @@ from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import own_parameters
 from megatron_sp.train.optimizer import local_part, num_copies
 
-#: Kind of tensor -> the optimizer's key; the weights themselves have none.
+#: Name of a kind of tensor in reports -> its key in the optimizer's state; "" for the weights themselves.
 KINDS = {"variance": "exp_avg_sq", "momentum": "exp_avg", "weight": ""}
 
 

@@ -113,7 +113,7 @@ def _value(config: dict[str, Any], path: str, claims: Claims, kind: type = float
 
 
 def _name(path: str, value: Any, claims: Claims) -> str:
-    """Return how messages call a value of the file."""
+    """Return how messages name a value of the file."""
     said = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
     return f"{path} {said} in {_file(claims)}"
 
@@ -125,7 +125,7 @@ def _refuse_sections(config: dict[str, Any], claims: Claims) -> None:
 
 
 def _sharding(config: dict[str, Any], claims: Claims) -> None:
-    """Claim the ZeRO stage, where the file wins over the flag as in Megatron-DeepSpeed, and the offload."""
+    """Take the ZeRO stage and the offload from the file; its stage wins over --zero-stage, as in Megatron-DeepSpeed."""
     stage = _value(config, "zero_optimization.stage", claims, int)
     if stage is not None and stage > 3:
         claims.problems.append(f"{_name('zero_optimization.stage', stage, claims)}: there are stages 0 to 3.")
@@ -147,7 +147,7 @@ def _sharding(config: dict[str, Any], claims: Claims) -> None:
 
 
 def _file_wins(key: str, path: str, value: Any, claims: Claims) -> None:
-    """Claim a value of the file for a field; a note names the flags that say something else."""
+    """Take a field from the file, and add a note that names the flags which contradict it."""
     others = {spelling: said for spelling, said in claims.values.get(key, {}).items() if said != value}
     for spelling, said in others.items():
         claims.notes.append(f"{_name(path, value, claims)} counts, not {spelling} {said}: under --deepspeed the file "
@@ -156,7 +156,7 @@ def _file_wins(key: str, path: str, value: Any, claims: Claims) -> None:
 
 
 def _precision(config: dict[str, Any], claims: Claims) -> None:
-    """Claim the compute type, the loss scale and the type of gradient sums."""
+    """Take the compute type, the loss scale and the type of gradient sums from DeepSpeed's file."""
     for kind, sections in (("fp16", ("fp16",)), ("bf16", ("bf16", "bfloat16"))):
         key, other = f"precision.{kind}", "--bf16" if kind == "fp16" else "--fp16"
         enabled = [value for name in sections if (value := _value(config, f"{name}.enabled", claims, bool)) is not None]
@@ -182,7 +182,7 @@ def _precision(config: dict[str, Any], claims: Claims) -> None:
 
 
 def _loss_scale(config: dict[str, Any], claims: Claims) -> None:
-    """Claim the loss scale of the file or of DeepSpeed's defaults; under --deepspeed its flags have no effect."""
+    """Take the loss scale from the file, else DeepSpeed's default; under --deepspeed its flags have no effect."""
     silenced = [f"{flag} {claims.claimed(key):g}" for key, flag in LOSS_SCALE_FLAGS.items() if claims.values.get(key)]
     for key in LOSS_SCALE_FLAGS:
         claims.values.pop(key, None)
@@ -208,7 +208,7 @@ def _loss_scale(config: dict[str, Any], claims: Claims) -> None:
 
 
 def _batch(config: dict[str, Any], claims: Claims) -> None:
-    """Claim the file's batch where no flag says it; the flags win, as in Megatron-DeepSpeed."""
+    """Take the batch sizes that no flag gives from the file; flags win, as in Megatron-DeepSpeed."""
     keys = {"train.global_batch_size": "train_batch_size", "train.micro_batch_size": "train_micro_batch_size_per_gpu",
             "train.gradient_accumulation_steps": "gradient_accumulation_steps"}
     given = {key: value for key, path in keys.items() if (value := _value(config, path, claims, int))}

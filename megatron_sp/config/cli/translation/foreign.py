@@ -153,9 +153,9 @@ def _preset(claims: Claims) -> None:
 
 
 def _ask_for_no_model(claims: Claims) -> None:
-    """Mark flags that a preset or ``--load-hf`` should have set as broken, so that later checks ask nobody for them.
+    """Keep later checks from reporting model flags as missing when their source could not be read.
 
-    They are still open only where the preset or the model's config.json could not be read, which is reported already.
+    The source is a preset or the config.json of ``--load-hf``. The failure to read it is reported already.
     """
     named = {PRESET, LOAD_HF} & (claims.given.keys() | claims.broken)
     if not named:
@@ -198,7 +198,10 @@ def _positions(claims: Claims) -> None:
 
 
 def _query_groups(claims: Claims) -> None:
-    """Read groups as Megatron does: the number alone has no effect, and the switch alone means one group."""
+    """Read --num-query-groups as Megatron does.
+
+    Without --group-query-attention the number has no effect. --group-query-attention without a number means one group.
+    """
     key = "model.num_query_groups"
     spelled = claims.values.get(key, {})
     if "--group-query-attention" in claims.given:
