@@ -30,7 +30,7 @@ PROGRAMS = {
 
 
 def main() -> int:
-    """Run the program that the first word names, with the other words; the exit code."""
+    """Run the program that the first argument names with the other arguments, and return the exit code."""
     name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else ""
     if name not in PROGRAMS:
         lines = [f"  {program:<20} {purpose}" for program, purpose in PROGRAMS.items()]
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _file(name: str) -> Path:
-    """The program's file. ``tools`` lies within the installed package, and beside it in a checkout."""
+    """Return the program's file. ``tools`` lies inside the installed package, but next to the package in a checkout."""
     package = Path(__file__).resolve().parent
     if name == "pretrain":
         return package.parent / "pretrain_gpt.py"

@@ -48,7 +48,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Names of the variables of one launcher; the first name that is set counts.
+    """Names of the variables of one launcher; of several names for one value, the first that is set is read.
 
     Attributes:
         program: what users call it.

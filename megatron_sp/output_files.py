@@ -13,7 +13,7 @@ from megatron_sp.errors import DataError
 
 
 def reason_of(error: OSError) -> str:
-    """Return the operating system's words for an error; numpy raises OSError without an error number."""
+    """Return the operating system's message for an error; without one, as in numpy's errors, the error's own text."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"{error.strerror} (ulimit -n shows and sets how many a process may open)"
     return error.strerror or f"{error}; the disk may be full"

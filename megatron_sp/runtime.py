@@ -175,7 +175,7 @@ def meet(environment: Environment, timeout: timedelta) -> dist.Store:
 
 
 def _refuse_shared_gpu(store: dist.Store, gpu: str) -> None:
-    """Raise ConfigError on the second rank that was given this GPU; NCCL would fail with less clear words."""
+    """Raise ConfigError on the second rank that was given this GPU, because NCCL's own error would be less clear."""
     if store.add(f"ranks of GPU {gpu}", 1) > 1:
         raise ConfigError("Two ranks of this node were given the same GPU. Start at most one process per GPU, or pass "
                           "--distributed-backend gloo.")
@@ -210,7 +210,7 @@ def stop() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.barrier()  # a rank that leaves early makes its peers' last collective fail
+        dist.barrier()  # if a rank left earlier, the last collective of its peers would fail
         dist.destroy_process_group()
 
 
@@ -277,7 +277,7 @@ def _known_environment() -> Environment:
 
 
 def _lost_peer(error: BaseException | None) -> str:
-    """Return the words in an error, or in an error that led to it, that say that another rank is gone; else "".
+    """Return the text in an error, or in an error that led to it, which says that another rank has ended; else "".
 
     Pipelines raise errors of their own in place of torch's, so the causes are searched too.
     """
@@ -313,8 +313,9 @@ def _say_once(message: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         try:
             channel.bind(name)
-        except OSError:     # another rank has the name
-            with contextlib.suppress(OSError):      # that rank has just ended: better print twice than not at all
+        except OSError:     # another rank holds the socket of this name, so it prints the message
+            # that rank has just ended; printing the message twice is better than not at all
+            with contextlib.suppress(OSError):
                 channel.sendto(b".", name)
                 return
         print(message, file=sys.stderr, flush=True)
@@ -329,6 +330,6 @@ def _await_reports(channel: socket.socket, others: int) -> None:
     deadline, received = time.monotonic() + SAME_MISTAKE_WINDOW, 0
     while received != others and (left := deadline - time.monotonic()) > 0:
         channel.settimeout(left)
-        with contextlib.suppress(OSError):      # nothing came, or the channel is not bound
+        with contextlib.suppress(OSError):      # no report arrived in time, or the socket is not bound
             channel.recv(1)
             received += 1

@@ -78,7 +78,7 @@ def will_run(node: Any, number: int) -> bool:
 
     Args:
         node: the ``ctx`` of an ``autograd.Function``, in its backward.
-        number: of the input.
+        number: number of the input, counted from 0.
     """
     asks = getattr(torch._C, "_will_engine_execute_node", None)
     if torch.compiler.is_compiling() or asks is None:
@@ -88,7 +88,7 @@ def will_run(node: Any, number: int) -> bool:
         return False
     try:
         return bool(asks(following))
-    except RuntimeError:  # torch cannot say it of a leaf
+    except RuntimeError:  # torch cannot answer this for a leaf tensor
         return True
 
 
@@ -200,7 +200,7 @@ class StageWithObjects(PipelineStage):
     """A pipeline stage whose forward also gets Python objects: torch gives a microbatch only its part of tensors.
 
     Attributes:
-        objects: for each microbatch the further arguments of the forward, by name.
+        objects: further arguments of the forward, by name, for each microbatch.
     """
 
     objects: Sequence[dict[str, Any]] = ()

@@ -27,8 +27,8 @@ def load_function(flag: str, spec: str, error_class: type[UserError]) -> Callabl
     """Return the function that a flag names. A file is run once, unless it changes.
 
     Args:
-        flag: for messages.
-        error_class: class of the errors.
+        flag: name of the flag, for messages.
+        error_class: class of the errors to raise.
 
     Raises:
         error_class: there is no such file, it cannot be imported, or it has no such function.

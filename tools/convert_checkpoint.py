@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, program in (("megatron-lm-to-megatron-sp", "Megatron-LM (--ckpt-format torch)"),
                           ("megatron-deepspeed-to-megatron-sp", "Megatron-DeepSpeed (global_stepN)")):
         one = command(name, f"from {program} to a checkpoint that any layout loads; model weights only. Flags of the "
-                            "model (--num-layers 24 ...) count instead of those stored in the checkpoint",
+                            "model (--num-layers 24 ...) are used instead of those stored in the checkpoint",
                       "Megatron's --save directory, or the directory of one iteration in it",
                       "new directory for the checkpoint")
         one.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to take (default: the tracker's)")

@@ -8,9 +8,10 @@ causal model needs nothing but the keys and values of each layer, so these are a
                                            chunk 1: forward, backward -> dk, dv of 0
                   chunk 0: forward, backward
 
-The second pass computes a chunk again, now with autograd, from the last chunk to the first. Its backward adds what the
-chunk sends to earlier keys and values to gradients that are kept beside them, and takes what later chunks have sent to
-the chunk's own. Then everything kept of the chunk is freed. The last chunk needs no first pass.
+The second pass computes a chunk again, now with autograd, from the last chunk to the first. In backward, the chunk adds
+its contributions to the gradients that are kept for earlier keys and values. For its own keys and values, it takes the
+gradients that later chunks have accumulated. Then everything that was kept of the chunk is freed. The last chunk needs
+no first pass.
 
 Sources: OOMB (arXiv 2602.02108) trains by recurrence over chunks; Seq1F1B (arXiv 2406.03488) schedules chunks in
 pipelines.

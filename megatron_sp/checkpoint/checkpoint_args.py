@@ -29,7 +29,8 @@ def with_checkpoint_args(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the command line with the checkpoint's flags added, and sentences for the log.
 
     Without ``--use-checkpoint-args``, or where ``--load`` holds no checkpoint, it is returned as it is. Flags on the
-    command line count; where the model's shape then differs from the checkpoint's, loading refuses.
+    command line win over the checkpoint's. If the model's shape then differs from the checkpoint's, loading refuses the
+    checkpoint.
 
     Raises:
         CheckpointError: the checkpoint in ``--load`` cannot be read.
@@ -66,11 +67,11 @@ def _values(saved: Run, data: Any) -> dict[str, Any]:
 
 
 def _words(option: Option, value: Any) -> list[str]:
-    """Return the words that set a field to this value; none where that is its default."""
+    """Return the arguments that set a field to this value; none if the value is the field's default."""
     if value == option.default:
         return []
     if isinstance(value, bool):
         return [option.off or option.names[0]]
-    # --num-query-groups, unlike its other name, needs a second flag beside it
+    # --num-query-groups, unlike --num-key-value-heads, has no effect without --group-query-attention
     name = "--num-key-value-heads" if option.key == "model.num_query_groups" else option.names[0]
     return [name, *(map(str, value) if isinstance(value, (tuple, list)) else [str(value)])]

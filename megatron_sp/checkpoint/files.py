@@ -188,7 +188,7 @@ def split_directory(directory: str | Path, iteration: int | None = None) -> tupl
     """Return the ``--save`` directory and the iteration that a path names: ``SAVE/iter_0000030`` is SAVE and 30.
 
     Args:
-        iteration: of ``--ckpt-step``, which counts where the path is a ``--save`` directory.
+        iteration: value of ``--ckpt-step``. It chooses the checkpoint if the path is a ``--save`` directory.
 
     Raises:
         CheckpointError: path and ``iteration`` name different checkpoints.

@@ -97,7 +97,7 @@ def _check_all_see_it(directory: Path, key: str, patience: float) -> None:
     """Raise CheckpointError on all ranks when some rank does not find rank 0's lock in its own ``--save`` directory.
 
     Args:
-        key: of the lock's owner.
+        key: the key of the lock's owner.
         patience: seconds to wait for the file.
     """
     seen = gather(_sees_key(directory, key, patience))

@@ -25,10 +25,10 @@ def load_run(argv: Sequence[str], world_size: int, files: bool = True, devices_p
     """Parse, resolve and check a command line.
 
     Args:
-        argv: the words after the program's name.
+        argv: the command-line arguments after the program's name.
         world_size: number of processes.
-        files: whether files and packages that the run needs must be on this machine.
-        devices_per_node: what the launcher knows of it; 0: nothing.
+        files: whether to check that the files and packages which the run needs are on this machine.
+        devices_per_node: number of devices per node, as the launcher reports it; 0: unknown.
         plan: the run is only planned: data, tokenizer, checkpoints and trackers are neither required nor looked at,
             and where no flag gives the size of the vocabulary, a usual one is taken.
 

@@ -36,7 +36,7 @@ def with_vocab(run: Run, vocab_size: int) -> Run:
     """Return the run with its vocabulary sizes.
 
     Args:
-        vocab_size: unpadded size, from the tokenizer. A larger ``--vocab-size`` counts.
+        vocab_size: unpadded size, from the tokenizer. A larger ``--vocab-size`` is used instead.
 
     Raises:
         ConfigError: ``--vocab-size`` or ``--padded-vocab-size`` is too small, or the padded size

@@ -42,8 +42,9 @@ class Model:
     num_layers: int = flag(0, "Number of transformer layers (required).", "--num-layers", "--encoder-num-layers")
     hidden_size: int = flag(0, "Width of the hidden states between layers (required).")
     num_attention_heads: int = flag(0, "Number of query heads (required).")
-    num_query_groups: int = flag(0, "Number of key/value heads (GQA; 1 is MQA); default: the number of query heads. "
-                                    "--num-query-groups needs --group-query-attention beside it, as in Megatron.",
+    num_query_groups: int = flag(0, "Number of key/value heads (GQA; 1 is MQA); default: the number of query heads. As "
+                                    "in Megatron, the spelling --num-query-groups has an effect only together with "
+                                    "--group-query-attention.",
                                  "--num-query-groups", "--num-key-value-heads")
     kv_channels: int = flag(0, "Width of one head; default: hidden-size / num-attention-heads.")
     ffn_hidden_size: int = flag(0, "Width of the feed-forward layer; with --swiglu the width of the gate and of the "
@@ -51,9 +52,9 @@ class Model:
                                    "default: 4 x hidden-size, with --swiglu int(8/3 x hidden-size / 64) x 64.",
                                 "--ffn-hidden-size", "--intermediate-size")
     max_position_embeddings: int = flag(0, "Longest position the model can encode; default: seq-length.")
-    position_embedding_type: str = flag("learned_absolute", "How the model knows positions: by learned embeddings, "
-                                                            "rotary embeddings (rope), or not at all. yarn means rope "
-                                                            "with --rope-scaling-type yarn, as in Megatron.",
+    position_embedding_type: str = flag("learned_absolute", "How the model knows positions: learned_absolute (learned "
+                                                            "embeddings), rope (rotary embeddings), yarn (rope with "
+                                                            "--rope-scaling-type yarn, as in Megatron) or none.",
                                         choices=("learned_absolute", "rope", "yarn", "none"))
     rotary_base: float = flag(10000.0, "Base of the rotary frequencies (theta).",
                               "--rotary-base", "--rotary-position-embeddings-theta")
@@ -74,20 +75,22 @@ class Model:
                                              "max-position-embeddings / original-max-position-embeddings.",
                                         "--rotary-scaling-factor", "--yarn-rotary-scaling-factor")
     original_max_position_embeddings: int = flag(
-        0, "Longest position of the training before --rope-scaling-type; yarn needs it.",
+        0, "Longest position that the model was trained on before --rope-scaling-type lengthens its context; yarn "
+           "needs it.",
         "--original-max-position-embeddings", "--yarn-original-max-position-embeddings")
     yarn_beta_fast: float = flag(32.0, "YaRN keeps frequencies that turn at least this often within the original "
                                        "context.", "--yarn-beta-fast", "--beta-fast")
-    yarn_beta_slow: float = flag(1.0, "YaRN divides frequencies by the whole factor that turn at most this often "
+    yarn_beta_slow: float = flag(1.0, "YaRN divides by the whole factor the frequencies that turn at most this often "
                                       "within the original context.", "--yarn-beta-slow", "--beta-slow")
     yarn_correction_range_round_to_int: bool = flag(
-        True, "Do not round the range of pairs in which YaRN changes from kept to divided frequencies to whole pairs.",
+        True, "Do not round to whole pairs where YaRN's range of partly divided frequencies begins and ends.",
         off="--no-yarn-correction-range-round-to-int")
     mscale: float = flag(1.0, "YaRN multiplies cosines and sines by (0.1 mscale ln(factor) + 1) / (0.1 mscale-all-dim "
                               "ln(factor) + 1).", "--mscale", "--yarn-mscale")
-    mscale_all_dim: float = flag(0.0, "See --mscale.", "--mscale-all-dim", "--yarn-mscale-all-dim")
-    yarn_attention_factor: float = flag(0.0, "Multiply cosines and sines by this number under YaRN; default: as "
-                                             "--mscale says.")
+    mscale_all_dim: float = flag(0.0, "The value of mscale-all-dim in the formula of --mscale.",
+                                 "--mscale-all-dim", "--yarn-mscale-all-dim")
+    yarn_attention_factor: float = flag(0.0, "Multiply cosines and sines by this number under YaRN; default: the "
+                                             "result of the formula of --mscale.")
     normalization: str = flag("LayerNorm", "Kind of the norm layers.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, "Number that the norm layers add to the variance.",
                                 "--norm-epsilon", "--layernorm-epsilon")
@@ -97,35 +100,38 @@ class Model:
     add_bias_linear: bool = flag(True, "No biases in linear layers.", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "Give the query, key and value projections biases, also when other linear layers "
                                      "have none.")
-    attention_pattern: str = flag("", "Which earlier tokens a token attends to: causal: all; sliding-window: the "
-                                      "nearest ones, see --window-size; fixed, longformer, bigbird, strided: those of "
-                                      "some blocks of tokens; FILE.py:FUNCTION: those of the blocks that a function of "
-                                      "yours returns; default: sliding-window with --window-size, else causal.",
+    attention_pattern: str = flag("", "Which earlier tokens a token attends to. causal: all of them; sliding-window: "
+                                      "the nearest ones, see --window-size; fixed, longformer, bigbird, strided: the "
+                                      "tokens of some blocks; FILE.py:FUNCTION: the tokens of the blocks that your "
+                                      "function returns; default: sliding-window with --window-size, else causal.",
                                   metavar="PATTERN")
-    attention_pattern_per_layer: tuple[str, ...] = flag((), "Patterns of the layers, in the words of "
-                                                            "--attention-pattern: the first layer has the first, and "
-                                                            "after the last word the first comes again; default: all "
-                                                            "layers have the same.", nargs="*", metavar="PATTERN")
-    attention_block_size: int = flag(128, "Tokens of a block of a pattern.")
-    attention_local_blocks: int = flag(4, "Nearest blocks that a token attends to, its own included; of fixed: blocks "
-                                          "of a window.")
-    attention_global_blocks: int = flag(1, "Blocks of longformer and bigbird at the beginning of the sequence that all "
-                                           "tokens attend to; of fixed: blocks of each window that later windows "
-                                           "attend to.")
-    attention_random_blocks: int = flag(1, "Blocks of bigbird that are drawn at random for each block.")
-    attention_stride: int = flag(0, "Distance in blocks between the farther blocks of strided; default: "
-                                    "attention-local-blocks.")
-    attention_blocks_by_head: bool = flag(False, "Heads attend to different blocks: of fixed, to others of each "
-                                                 "window; of bigbird, to other random ones; of strided, to others of "
-                                                 "each stride.")
+    attention_pattern_per_layer: tuple[str, ...] = flag((), "A value of --attention-pattern for each layer, in order. "
+                                                            "A list shorter than the model is repeated from its start; "
+                                                            "default: all layers have the same pattern.",
+                                                        nargs="*", metavar="PATTERN")
+    attention_block_size: int = flag(128, "Number of tokens in a block of a pattern.")
+    attention_local_blocks: int = flag(4, "Number of nearest blocks that a token attends to, its own block included. "
+                                          "Under fixed: number of blocks in a window.")
+    attention_global_blocks: int = flag(1, "Under longformer and bigbird: number of blocks at the beginning of the "
+                                           "sequence that all tokens attend to. Under fixed: number of blocks of each "
+                                           "window that later windows attend to.")
+    attention_random_blocks: int = flag(1, "Under bigbird: number of blocks that are drawn at random for each block of "
+                                           "queries.")
+    attention_stride: int = flag(0, "Under strided: distance, in blocks, between the far blocks that a token attends "
+                                    "to; default: attention-local-blocks.")
+    attention_blocks_by_head: bool = flag(False, "Let heads attend to different blocks. Under fixed: to different "
+                                                 "blocks of each window; under bigbird: to different random blocks; "
+                                                 "under strided: to different blocks of each stride.")
     attention_pattern_seed: int = flag(0, "Seed of the random blocks of bigbird. It is part of the model: another seed "
                                           "is another pattern.")
-    window_size: int = flag(0, "Tokens that a token attends to under sliding-window: itself and the W - 1 before it. "
-                               "Megatron's pair A,B means W = A + 1.", "--window-size", "--sliding-window", nargs="*",
+    window_size: int = flag(0, "Number of tokens that a token attends to under sliding-window: itself and the W - 1 "
+                               "tokens before it. Megatron's pair A,B means W = A + 1.",
+                            "--window-size", "--sliding-window", nargs="*",
                             metavar="W")
-    window_attn_skip_freq: str = flag("", "Which layers attend within the window or pattern, as in Megatron: N: all "
-                                          "but every N-th layer, which attends to all earlier tokens; or a list with 1 "
-                                          "(window) or 0 for each layer, such as ([1]*3+[0])*4; default: all layers.")
+    window_attn_skip_freq: str = flag("", "Which layers attend within the window or pattern, as in Megatron. N: all "
+                                          "layers except every N-th one, which attends to all earlier tokens. A list "
+                                          "such as ([1]*3+[0])*4: the layers with 1; the layers with 0 attend to all "
+                                          "earlier tokens; default: all layers.")
     qk_layernorm: bool = flag(False, "Normalise queries and keys per head before the rotary embedding.")
     untie_embeddings_and_output_weights: bool = flag(False, "Use separate weights for the embedding and the output "
                                                             "layer, instead of the same ones.")
@@ -134,8 +140,9 @@ class Model:
     embedding_init_method_std: float = flag(0.0, "Standard deviation of the initial embeddings; "
                                                  "default: init-method-std.",
                                             "--embedding-init-method-std", "--word-embedding-init-std")
-    init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead of normal ones; also of "
-                                                   "embeddings, unless --embedding-init-method-std is given.")
+    init_method_xavier_uniform: bool = flag(False, "Draw initial weights from the Xavier-uniform distribution instead "
+                                                   "of a normal one, also those of embeddings, unless "
+                                                   "--embedding-init-method-std is given.")
     attention_dropout: float = flag(0.1, "Dropout probability of attention probabilities. Above 0, attention cannot "
                                          "use fused kernels and is several times slower.")
     hidden_dropout: float = flag(0.1, "Dropout probability after the embedding and after each residual branch.")
@@ -185,20 +192,21 @@ class Parallel:
     tp: int = flag(1, "Tensor parallelism: weights split by rows and columns over this many ranks.",
                    "--tensor-model-parallel-size", "--model-parallel-size")
     pp: int = flag(1, "Pipeline parallelism: layers split into this many stages.", "--pipeline-model-parallel-size")
-    ulysses: int = flag(1, "Ulysses sequence parallelism: each sequence split over this many ranks, heads exchanged "
-                           "around attention.", "--ulysses-size", "--ds-sequence-parallel-size")
-    ring: int = flag(1, "Ring sequence parallelism: each sequence split over this many ranks, keys and values "
+    ulysses: int = flag(1, "Ulysses sequence parallelism: each sequence is split over this many ranks, and all-to-alls "
+                           "around attention exchange tokens for heads.",
+                        "--ulysses-size", "--ds-sequence-parallel-size")
+    ring: int = flag(1, "Ring sequence parallelism: each sequence is split over this many ranks, and keys and values "
                         "travel in a ring.", "--ring-size")
-    ulysses_overlap_groups: int = flag(0, "Number of groups into which Ulysses cuts the heads, so that one group is "
-                                          "exchanged while "
-                                          "attention of the group before runs; default: 2 on a GPU where each rank "
-                                          "has two query heads, else 1 (no overlap).")
+    ulysses_overlap_groups: int = flag(0, "Number of groups into which Ulysses cuts the heads, so that the heads of "
+                                          "one group are exchanged while attention of another group runs; default: 2 "
+                                          "on a GPU where each rank has at least two query heads, else 1 (no overlap).")
     sequence_split: int = flag(0, "Split each sequence over this many ranks and choose ulysses-size and ring-size from "
                                   "the head counts, the tensor-parallel size and the devices of a node.")
     devices_per_node: int = flag(0, "Devices with fast links between them, for --sequence-split; default: the "
                                     "launcher's processes per node, else 8.")
     megatron_sp: bool = flag(False, "Split the activations between tensor-parallel regions over the tensor-parallel "
-                                    "ranks (Megatron's meaning of the word; not Ulysses).", "--sequence-parallel")
+                                    "ranks. This is Megatron's sequence parallelism, not Ulysses.",
+                             "--sequence-parallel")
     tp_comm_overlap: bool = flag(False, "Compute matrix products while the tensor-parallel ranks exchange activations. "
                                         "Has an effect on GPUs that are connected by NVLink, with --compile and "
                                         "--sequence-parallel.")
@@ -206,15 +214,16 @@ class Parallel:
                               "optimizer states, 2 also the gradients, 3 also the parameters.")
     fsdp_size: int = flag(0, "Shard within groups of this many ranks and replicate across them (hybrid sharding); "
                              "default: all data- and sequence-parallel ranks.")
-    fsdp_replicas: int = flag(0, "Number of groups of data- and sequence-parallel ranks, within each of which states "
-                                 "are sharded and across which they are replicated, instead of --fsdp-size; "
+    fsdp_replicas: int = flag(0, "Divide the data- and sequence-parallel ranks into this many groups, shard states "
+                                 "within each group and replicate them across groups; an alternative to --fsdp-size; "
                                  "default: 1.", "--num-distributed-optimizer-instances")
     stages_per_rank: int = flag(0, "Pipeline stages per rank (virtual stages); default: 1, or what the schedule needs.",
                                 "--num-virtual-stages-per-pipeline-rank")
-    layers_per_virtual_stage: int = flag(0, "Layers in each of several stages per rank, instead of their number.",
+    layers_per_virtual_stage: int = flag(0, "Number of layers in each virtual pipeline stage, from which the number of "
+                                            "stages per rank follows.",
                                          "--num-layers-per-virtual-pipeline-stage")
-    pipeline_schedule: str = flag("", "Order of the microbatches in the pipeline; default: 1f1b, with several stages "
-                                      "per rank interleaved.",
+    pipeline_schedule: str = flag("", "Order of the microbatches in the pipeline; default: 1f1b, or interleaved with "
+                                      "several stages per rank.",
                                   choices=("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"))
     pipeline_layers: tuple[int, ...] = flag((), "Layers of each pipeline stage, in order; default: balanced, with "
                                                 "embedding and loss counted.", nargs="*", metavar="N")
@@ -268,12 +277,13 @@ class Data:
     """Data and tokenizer."""
 
     seq_length: int = flag(0, "Tokens in one sequence (required).", "--seq-length", "--encoder-seq-length")
-    seq_length_schedule: tuple[str, ...] = flag((), "TOKENS:LENGTH ...: the sequence length from each number of tokens "
-                                                    "on, the first from 0, such as 0:8K 10B:32K 20B:128K (tokens in "
-                                                    "thousands K to trillions T; a length of 1K is 1,024). "
-                                                    "--seq-length is the last and longest length, and sizes of "
-                                                    "batches count samples of it: a step has the same tokens in all "
-                                                    "phases. --micro-batch-size counts sequences of each phase.",
+    seq_length_schedule: tuple[str, ...] = flag((), "TOKENS:LENGTH ...: from TOKENS tokens of training on, sequences "
+                                                    "have LENGTH tokens, for example 0:8K 10B:32K 20B:128K. The first "
+                                                    "TOKENS is 0. K to T after TOKENS mean thousands to trillions, but "
+                                                    "a LENGTH of 1K is 1,024. --seq-length is the last and longest "
+                                                    "length. Batch sizes count samples of --seq-length tokens, so a "
+                                                    "step has the same number of tokens in all phases. "
+                                                    "--micro-batch-size counts sequences of the current phase.",
                                                 nargs="*", metavar="TOKENS:LENGTH")
     seq_length_phase: int = flag(0, "Train only this phase of --seq-length-schedule (the first is 1): the run saves "
                                     "and exits at its end, and the next phase can have another layout; default: all "
@@ -282,16 +292,19 @@ class Data:
                                       nargs="*")
     split: str = flag("969, 30, 1", "Shares of the documents for training, validation and test.")
     train_data_path: tuple[str, ...] = flag((), "Training data, in the form of --data-path.", nargs="*")
-    valid_data_path: tuple[str, ...] = flag((), "Validation data, in the form of --data-path; with names "
-                                                "(code=P1 books=0.3 P2 0.7 P3) several sets, each evaluated by itself.",
+    valid_data_path: tuple[str, ...] = flag((), "Validation data, in the form of --data-path. With names, as in "
+                                                "code=P1 books=0.3 P2 0.7 P3, these are several sets, each of which is "
+                                                "evaluated separately.",
                                             nargs="*")
     test_data_path: tuple[str, ...] = flag((), "Test data, in the form of --data-path.", nargs="*")
     mock_data: bool = flag(False, "Train on made-up tokens; no data files are needed.")
     dataset_provider: str = flag("", "FILE.py:FUNCTION (or package.module:FUNCTION) that returns the data sets, for "
                                      "data that is not in token files; see docs/how-to/own-datasets.md.")
-    dataset_arguments: tuple[str, ...] = flag((), "NAME=VALUE words that --dataset-provider's function gets.",
+    dataset_arguments: tuple[str, ...] = flag((), "NAME=VALUE ...: values that the function of --dataset-provider "
+                                                  "gets.",
                                               nargs="*")
-    data_cache_path: str = flag("", "Directory of the index cache; default: beside the data.")
+    data_cache_path: str = flag("", "Directory of the index cache; default: cache/megatron_sp in the directory of the "
+                                    "data.")
     dataloader_type: str = flag("single", "Order of the samples: single (shuffled once per epoch set, resumable) or "
                                           "cyclic.", choices=("single", "cyclic"))
     num_workers: int = flag(2, "Above 0, a background thread reads the next batch while the model computes; the "
@@ -300,11 +313,12 @@ class Data:
     reset_position_ids: bool = flag(False, "Count positions from the start of each document inside a sequence.")
     reset_attention_mask: bool = flag(False, "Let tokens attend only to tokens of their own document.")
     document_boundaries: str = flag("index", "What tells --reset-position-ids and --reset-attention-mask where "
-                                             "documents end: the index of the data, which costs no reading, or the "
-                                             "end-of-document tokens (eod), as in Megatron.", choices=("index", "eod"))
-    pack_documents: str = flag("", "Make samples of whole documents (best-fit) instead of cutting a row of documents; "
-                                   "what stays free in a sample is padding without a loss. Default: cut the row, as "
-                                   "Megatron does.", choices=("best-fit",))
+                                             "documents end: the index of the data, for which no token needs to be "
+                                             "read, or the end-of-document tokens (eod), as in Megatron.",
+                                    choices=("index", "eod"))
+    pack_documents: str = flag("", "best-fit: make samples of whole documents. Room that remains in a sample is filled "
+                                   "with padding, which has no loss. Default: cut samples out of one row of documents, "
+                                   "as Megatron does.", choices=("best-fit",))
     tokenizer_type: str = flag("GPT2BPETokenizer", "Kind of tokenizer.", choices=(
         "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
         "HuggingFaceTokenizer", "HFTokenizer", "PretrainedFromHF", "TikTokenizer", "NullTokenizer"))
@@ -372,18 +386,20 @@ class Train:
                                  "--micro-batch-size", "--batch-size")
     global_batch_size: int = flag(0, "Sequences of all ranks together in one optimizer step; default: "
                                      "micro-batch-size x data-parallel size.")
-    gradient_accumulation_steps: int = flag(0, "Microbatches of each data-parallel rank in one optimizer step, instead "
-                                               "of --global-batch-size, or checked against it; default: what the batch "
-                                               "sizes make.", "--gradient-accumulation-steps", "--gas")
+    gradient_accumulation_steps: int = flag(0, "Number of microbatches of each data-parallel rank in one optimizer "
+                                               "step. It can be given instead of --global-batch-size; when both are "
+                                               "given, they must agree; default: follows from the batch sizes.",
+                                            "--gradient-accumulation-steps", "--gas")
     rampup_batch_size: tuple[int, ...] = flag((), "START INCREMENT SAMPLES: grow the global batch size from START by "
                                                   "INCREMENT up to global-batch-size over SAMPLES (needs "
                                                   "--train-samples).", nargs=3, metavar="N")
     decrease_batch_size_if_needed: bool = flag(False, "Round the global batch size down to a multiple of "
                                                       "micro-batch-size x data-parallel size.")
-    step_batch_size_schedule: tuple[str, ...] = flag((), "TOKENS:SIZE ...: the global batch size from each number of "
-                                                         "tokens on, the first from 0, such as 0:768 250B:1536 (K, M, "
-                                                         "B, T are thousands to trillions); instead of "
-                                                         "--global-batch-size.", nargs="*", metavar="TOKENS:SIZE")
+    step_batch_size_schedule: tuple[str, ...] = flag((), "TOKENS:SIZE ...: from TOKENS tokens of training on, the "
+                                                         "global batch size is SIZE, for example 0:768 250B:1536. The "
+                                                         "first TOKENS is 0. K, M, B, T mean thousands to trillions. "
+                                                         "Give it instead of --global-batch-size.",
+                                                     nargs="*", metavar="TOKENS:SIZE")
     train_iters: int = flag(0, "Iterations to train for (this or --train-samples is required).")
     train_samples: int = flag(0, "Samples to train for.")
     train_tokens: int = flag(0, "Stop also after this many tokens.")
@@ -397,25 +413,26 @@ class Train:
     eval_interval: int = flag(1000, "Iterations between evaluations.")
     eval_iters: int = flag(100, "Global batches in each evaluation; with 0 there is no validation and no test.")
     skip_train: bool = flag(False, "Evaluate without training.")
-    check_replicas: int = flag(0, "Number of iterations after which ranks compare their copies of each weight and "
-                                  "moment bit by "
-                                  "bit, again and again; a run whose copies differ stops. 0: never.",
+    check_replicas: int = flag(0, "After every this many iterations, ranks compare their copies of each weight and "
+                                  "moment bit by bit, and the run stops if copies differ. 0: never.",
                                "--check-replicas", "--check-weight-hash-across-dp-replicas-interval")
-    manual_gc: bool = flag(False, "Collect Python's garbage on all ranks at the same moments instead of when each "
-                                  "likes: before training, around evaluations, every manual-gc-interval iterations.")
+    manual_gc: bool = flag(False, "Collect Python's garbage at the same moments on all ranks: before training, around "
+                                  "evaluations and every manual-gc-interval iterations. Otherwise each rank collects "
+                                  "at moments of its own.")
     manual_gc_interval: int = flag(0, "Iterations between garbage collections under --manual-gc; 0: none during "
                                       "training.")
-    attention_backend: str = flag("auto", "Attention core: sdpa (torch's fused attention), flash (the fastest of flash "
-                                          "attention 4, 3 and 2, cuDNN's and torch's that passes a trial; GPU, half "
-                                          "precision) or unfused (the quadratic reference); auto: on a GPU in half "
-                                          "precision like flash, sdpa if none passes, else sdpa.", "--attention-core",
+    attention_backend: str = flag("auto", "Attention core. sdpa: torch's fused attention. flash: the fastest kernel "
+                                          "that passes a trial among flash attention 4, 3 and 2, cuDNN's and torch's "
+                                          "(GPU, half precision). unfused: the quadratic reference. auto: on a GPU in "
+                                          "half precision like flash, but sdpa if no kernel passes; elsewhere sdpa.",
+                                  "--attention-core",
                                   choices=("auto", "sdpa", "flash", "unfused"))
-    fused_kernels: str = flag("auto", "Norm kernels: torch's, apex or liger; auto: on a GPU the first of "
-                                     "the two that is installed and agrees with torch, else torch's.",
+    fused_kernels: str = flag("auto", "Norm kernels: torch's, apex's or liger's. auto: on a GPU the first of apex and "
+                                      "liger that is installed and agrees with torch, else torch's.",
                               choices=("auto", "torch", "apex", "liger"))
     compile: bool = flag(False, "Compile each layer with torch.compile; both dropouts must be 0.")
-    check_for_nan_in_loss_and_grad: bool = flag(True, "Go on when the loss or the gradient norm is not finite, instead "
-                                                      "of stopping the run.",
+    check_for_nan_in_loss_and_grad: bool = flag(True, "Continue when the loss or the gradient norm is not finite, "
+                                                      "instead of stopping the run.",
                                                 off="--no-check-for-nan-in-loss-and-grad")
 
 
@@ -427,14 +444,16 @@ class Memory:
         given: fields that the command line sets, where --memory-efficiency auto chooses the others.
     """
 
-    recompute_granularity: str = flag("", "Recompute activations in backward: full (only layer inputs are kept) or "
-                                          "selective (also what attention and its exchange gave); default: none.",
+    recompute_granularity: str = flag("", "Recompute activations in backward. full: a layer keeps only its input; "
+                                          "selective: a layer also keeps the results of attention and of its "
+                                          "all-to-all; default: none.",
                                       choices=("full", "selective"))
-    recompute_method: str = flag("uniform", "Which layers are recomputed: uniform (all, recompute-num-layers of them "
-                                            "as one unit) or block (only the first recompute-num-layers of a stage).",
+    recompute_method: str = flag("uniform", "Which layers are recomputed. uniform: all layers, recompute-num-layers of "
+                                            "them as one unit; block: only the first recompute-num-layers layers of "
+                                            "each stage.",
                                  "--recompute-method", "--activations-checkpoint-method", choices=("uniform", "block"))
-    recompute_num_layers: int = flag(1, "Layers that are recomputed as one unit (uniform), or recomputed layers of a "
-                                        "stage (block).",
+    recompute_num_layers: int = flag(1, "Under uniform: number of layers that are recomputed as one unit. Under block: "
+                                        "number of recomputed layers in each stage.",
                                      "--recompute-num-layers", "--checkpoint-num-layers")
     loss_tile_size: int = flag(0, "Number of tokens whose logits exist at the same time; default: as many as suit the "
                                   "device.")
@@ -442,26 +461,28 @@ class Memory:
                                  "all.")
     attention_head_groups: int = flag(1, "Number of groups of heads that attention computes one after another, which "
                                          "divides its working memory by this number.")
-    sequence_chunk_size: int = flag(0, "Compute each sequence in chunks of this many tokens, one after another through "
-                                       "the whole model, so that activations exist for one chunk only, whatever the "
-                                       "sequence length; keys and values of all chunks are kept. Default: the whole "
-                                       "sequence at once.",
+    sequence_chunk_size: int = flag(0, "Compute each sequence in chunks of this many tokens. One chunk after another "
+                                       "goes through the whole model, so activations exist for one chunk only, "
+                                       "whatever the sequence length. Keys and values of all chunks are kept. Default: "
+                                       "the whole sequence at once.",
                                     "--sequence-chunk-size")
     offload_key_values: bool = flag(False, "Keep the keys and values of earlier chunks, and their gradients, in host "
                                            "memory (with --sequence-chunk-size).")
-    offload_activations: float = flag(0.0, "Keep what this share of the recomputed layers keeps in host memory (1 "
-                                           "without a value): the layer's input, with selective recomputation also "
-                                           "the results of attention.", nargs="?", metavar="SHARE")
+    offload_activations: float = flag(0.0, "Move to host memory what recomputed layers keep for backward: the layer's "
+                                           "input and, with selective recomputation, the results of attention. SHARE "
+                                           "is the fraction of the recomputed layers for which this is done (1 without "
+                                           "a value).", nargs="?", metavar="SHARE")
     offload_optimizer: bool = flag(False, "Keep master weights and optimizer states in host memory.",
                                    "--offload-optimizer", "--cpu-optimizer")
-    memory_efficiency: str = flag("", "auto: turn on the memory techniques of this section that the run is predicted "
-                                      "to need on its devices, the least costly ones, and say which and why. Flags "
-                                      "that are given stay as they are. Default: only those that are given.",
+    memory_efficiency: str = flag("", "auto: choose the memory techniques of this section that the run is predicted to "
+                                      "need on its devices, prefer those that cost the least time, and print what was "
+                                      "chosen and why. Flags that are given stay as they are. Default: only the "
+                                      "techniques whose flags are given.",
                                   choices=("auto",))
     device_memory: str = flag("", "Memory of one device, such as 80GB or 40GiB, for --memory-efficiency auto and "
                                   "--dry-run; default: the device's own.", metavar="SIZE")
-    host_memory: str = flag("", "Memory of one node's host, such as 512GB, for --memory-efficiency auto and "
-                                "--dry-run; default: the node's own, in a dry run that of the manufacturer's systems.",
+    host_memory: str = flag("", "Memory of one node's host, such as 512GB, for --memory-efficiency auto and --dry-run; "
+                                "default: the node's own memory, or in a dry run what the manufacturer's systems have.",
                             metavar="SIZE")
     given: tuple[str, ...] = ()
 
@@ -477,7 +498,7 @@ class Checkpoint:
     save_interval: int = flag(0, "Iterations between checkpoints (required with --save).")
     ckpt_step: int = flag(0, "Load this iteration instead of the newest.")
     finetune: bool = flag(False, "Load only the weights, and start at iteration 0 with a fresh optimizer and schedule.")
-    load_optimizer: bool = flag(True, "Do not load the optimizer's state: the run goes on at the checkpoint's "
+    load_optimizer: bool = flag(True, "Do not load the optimizer's state: the run continues at the checkpoint's "
                                       "iteration with a fresh optimizer.", off="--no-load-optim")
     save_optimizer: bool = flag(True, "Do not save the optimizer's state. Such a checkpoint can be resumed only with "
                                       "--no-load-optim or --finetune.", off="--no-save-optim")
@@ -494,17 +515,18 @@ class Checkpoint:
         "full", "What is compared with the manifest before a checkpoint is used: sizes and checksums of all files "
                 "(full), sizes alone, or nothing (off).", choices=("full", "size", "off"), nargs="?")
     async_save: bool = flag(
-        False, "Training goes on while a checkpoint is written; each rank keeps a copy of its part in host memory. The "
-               "run waits for a save that is under way before the next one and at its end.")
+        False, "Continue training while a checkpoint is written. Each rank keeps a copy of its part of the checkpoint "
+               "in host memory. The run waits for an unfinished save before the next save and at the end.")
     keep_last: int = flag(
         0, "Keep only this many newest checkpoints, and those of --save-retain-interval; default: all are kept, also "
-           "with 0 and when no number follows.", nargs="?", metavar="N")
+           "with 0 or without a number.", nargs="?", metavar="N")
     save_retain_interval: int = flag(
-        0, "Checkpoints at multiples of this many iterations are never deleted; of the others the newest is kept, or "
-           "as many as --keep-last says.")
+        0, "Never delete checkpoints at multiples of this many iterations. Of the other checkpoints the newest one is "
+           "kept, or as many as --keep-last says.")
     on_save_failure: str = flag(
-        "stop", "When a checkpoint cannot be written, for example on a full disk: end the run, or warn and train on "
-                "until the next save. The last save of a run ends it with an error in any case.",
+        "stop", "What happens when a checkpoint cannot be written, for example on a full disk: stop ends the run, "
+                "continue prints a warning and trains until the next save. If the last save of a run fails, the run "
+                "ends with an error in any case.",
         choices=("stop", "continue"))
 
 
@@ -520,8 +542,8 @@ class Logging:
     log_progress: bool = flag(False, "Append to progress.txt in the save directory.")
     log_params_norm: bool = flag(False, "Log the global norm of the parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradient.")
-    timing_log_level: int = flag(0, "0: step time; 1: also the parts of a step; 2: also forward and backward, summed "
-                                    "over the microbatches.")
+    timing_log_level: int = flag(0, "Which times are logged. 0: the time of a step; 1: also its parts; 2: also forward "
+                                    "and backward, summed over the microbatches.")
     timing_log_option: str = flag("minmax", "Which times of a part are shown: the longest of all ranks, the shortest "
                                             "and longest, or those of all ranks.",
                                   choices=("max", "minmax", "all"))
@@ -540,7 +562,8 @@ class Logging:
     log_memory_to_tensorboard: bool = flag(False, "Write memory in use to TensorBoard.")
     log_world_size_to_tensorboard: bool = flag(False, "Write the number of processes to TensorBoard.")
     log_optimizer_states_to_tensorboard: bool = flag(
-        False, "Norms and largest values of the weights and of Adam's moments to TensorBoard, W&B and metrics.jsonl.")
+        False, "Write norms and largest values of the weights and of Adam's moments to TensorBoard, W&B and "
+               "metrics.jsonl.")
     log_loss_scale_to_tensorboard: bool = flag(True, "Keep the loss scale out of TensorBoard.",
                                                off="--no-log-loss-scale-to-tensorboard")
     wandb_project: str = flag("", "Project on Weights & Biases; turns Weights & Biases on.",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.config.schema import Run
 
-#: A part of a tokenizer's name in small letters -> tokens of the widely used tokenizer of that kind; the first counts.
+#: Part of a tokenizer's name in lower case -> vocabulary size of the best known tokenizer of that kind. The first match
+#: is used.
 USUAL_SIZES = {
     "llama3": 128_256,
     "qwen": 151_936,

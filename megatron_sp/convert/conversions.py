@@ -64,7 +64,7 @@ def model_run(fields: dict[str, Any], source: str, *, data: Data, precision: Pre
     """Return the configuration of a one-process run with a model of these fields.
 
     Args:
-        fields: of ``schema.Model``.
+        fields: values for fields of ``schema.Model``.
         source: file that the fields come from, for messages.
 
     Raises:
@@ -116,9 +116,9 @@ def megatron_to_native(load: Path, save: Path, *, iteration: int | None, qkv_lay
     """Write the model in a checkpoint of Megatron-LM or Megatron-DeepSpeed as a checkpoint of the same iteration.
 
     Args:
-        iteration: of Megatron's checkpoint; None for the one that its tracker names.
+        iteration: iteration of Megatron's checkpoint; None for the one that its tracker names.
         qkv_layout: one of ``megatron.QKV_LAYOUTS``; "" to find out.
-        flags: a command line that sets fields of the model, which count instead of those in the checkpoint.
+        flags: a command line that sets fields of the model. These replace the values in the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is not complete, not supported, or ``save`` cannot be written.
@@ -135,7 +135,7 @@ def megatron_to_native(load: Path, save: Path, *, iteration: int | None, qkv_lay
     problems = [problem for problem in problems if not any(problem.startswith(name) for name in given)]
     if problems:
         raise CheckpointError(f"{source.directory}: {'; '.join(problems)}")
-    notes = [f"{flag_name('model', name)} {value} counts; the checkpoint says {theirs[name]}"
+    notes = [f"{flag_name('model', name)} {value} is used; the checkpoint says {theirs[name]}"
              for name, value in given.items() if name in theirs and theirs[name] != value]
     rows = megatron.embedding_rows(source)
     if not given.get("vocab_size"):
@@ -178,11 +178,11 @@ def native_to_hf(load: Path, save: Path, *, iteration: int | None, model_type: s
     """Write the model of a checkpoint as a Hugging Face directory.
 
     Args:
-        iteration: of the checkpoint; None for the newest.
-        model_type: of config.json; "" for the first family that can express the model.
-        dtype: of the written weights by torch name; "" for the type that the run computed in.
-        shard_bytes: most bytes of one file.
-        tokenizer: directory or file of the tokenizer; None for that of the run.
+        iteration: iteration of the checkpoint; None for the newest.
+        model_type: ``model_type`` of the config.json to write; "" for the first family that can express the model.
+        dtype: torch name of the type of the written weights; "" for the type that the run computed in.
+        shard_bytes: largest size of one file in bytes.
+        tokenizer: directory or file of the tokenizer; None for the tokenizer of the run.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, or its model is one that Hugging Face cannot express.

@@ -26,13 +26,13 @@ def export(directory: Path, family: Family, model: Model, weights: Weights, *, d
     """Write a model's directory, which appears under its name when it is complete.
 
     Args:
-        directory: to be written; it must not exist, or be empty.
-        model: resolved, with its vocabulary size.
-        weights: of the whole model, by our names.
+        directory: the directory to write. It must not exist, or be empty.
+        model: the resolved model flags, vocabulary size included.
+        weights: the weights of the whole model, under this package's names.
         dtype: type of the written weights.
-        shard_bytes: most bytes of one safetensors file, unless a single tensor has more.
+        shard_bytes: largest size of one safetensors file in bytes, unless a single tensor is larger.
         more_config: further keys of config.json.
-        tokenizer: name -> path of a file to copy beside the weights, or text to write.
+        tokenizer: file name in ``directory`` -> path of a file to copy there, or text to write.
 
     Returns:
         The names of the written files.

@@ -18,8 +18,8 @@ def fill_model(model: nn.Module, config: Model, read: Callable[[], Weights], sou
     """Fill the parameters of a model from the files of another system. All ranks call it.
 
     Args:
-        config: of the whole model.
-        read: returns the weights of the whole model by our names; every rank calls it.
+        config: the flags of the whole model.
+        read: returns the weights of the whole model under this package's names. Every rank calls it.
         source: the directory, for messages.
         shows: whether this rank shows a progress bar.
 

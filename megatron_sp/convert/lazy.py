@@ -17,7 +17,7 @@ class LazyTensor:
     """A tensor that still lies in files.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         read: ``read(start, stop)`` returns rows start to stop of dimension 0, ``[stop - start, *shape[1:]]``. The type
             is that of the file.
         source: file and name there, for messages.
@@ -46,7 +46,7 @@ class LazyTensor:
             yield start, min(start + step, rows)
 
 
-#: The parameters of a model by our names, as ``checkpoint.state`` stores them without ``model.``.
+#: The parameters of a model under this package's names: those of ``checkpoint.state`` without the prefix ``model.``.
 Weights = dict[str, LazyTensor]
 
 

@@ -9,8 +9,8 @@
                                            DIR/global_step100/mp_rank_TT_model_states.pt           flags; and weights
                                            DIR/global_step100/layer_LL-model_TT-model_states.pt    weights of pipelines
 
-T is the tensor-parallel rank and P the pipeline rank. No sample of such files was at hand when this was written. It
-follows the code with which both programs save, and the tests build their files in the same way.
+T is the tensor-parallel rank and P the pipeline rank. The authors had no file that Megatron wrote. This module follows
+the code with which both programs save, and the tests build their files in the same way.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megatron_sp.errors import CheckpointError
 
 Tensors = dict[str, LazyTensor]
 
-#: Ends of names that hold no weights: buffers, and the state of Transformer Engine's fp8.
+#: Suffixes of names that are no weights: buffers, and the state of Transformer Engine's fp8.
 _NO_WEIGHTS = ("_extra_state", "inv_freq", "masked_bias", "attention.bias", "attn.bias")
-#: Ends of the names outside of layers -> our names for them; the first that fits counts.
+#: Suffix of a name outside of layers -> this package's name. The first suffix that matches is used.
 _OUTER = {
     "word_embeddings_for_head.weight": "",        # the last pipeline stage's copy of a tied embedding
     "word_embeddings.weight": "embedding.word.weight", "position_embeddings.weight": "embedding.position.weight",
@@ -46,13 +46,13 @@ class MegatronCheckpoint:
     """A checkpoint of Megatron-LM or Megatron-DeepSpeed.
 
     Attributes:
-        directory: of the iteration.
+        directory: the directory of the iteration.
         iteration: 0 where the files do not say.
         args: Megatron's flags by name; empty where the files do not hold them.
         version: Megatron's ``checkpoint_version``, which says in which order the rows of query, key and value are.
         of_deepspeed: whether Megatron-DeepSpeed wrote it.
-        outer: for each tensor-parallel rank the tensors outside of layers, by our names.
-        layers: for each layer and tensor-parallel rank the tensors, by Megatron's names within the layer.
+        outer: the tensors outside of layers, for each tensor-parallel rank, under this package's names.
+        layers: the tensors of each layer, for each tensor-parallel rank, under Megatron's names within the layer.
     """
 
     directory: Path

@@ -116,7 +116,7 @@ def write_checkpoint(directory: Path, iteration: int, weights: Weights, run: Run
 
     Args:
         directory: the ``--save`` directory of a training run, or a new one.
-        run: its model is that of the weights; stored as the configuration of the checkpoint.
+        run: a configuration whose model is that of the weights. The checkpoint stores it.
         counters: entries of ``TrainState`` that are not 0.
 
     Returns:
@@ -156,7 +156,7 @@ def write_checkpoint(directory: Path, iteration: int, weights: Weights, run: Run
 
 
 def _failure_of_system(error: BaseException | None) -> str:
-    """Return the operating system's words where an error came from a file that it could not write; else "".
+    """Return the operating system's message if an error came from a file that could not be written; else "".
 
     torch.save raises an error of its own while it handles the system's.
     """

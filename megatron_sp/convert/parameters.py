@@ -11,7 +11,7 @@ def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter by name, whole and without padding of the vocabulary.
 
     Args:
-        model: resolved, with its vocabulary size.
+        model: the resolved model flags, vocabulary size included.
     """
     h, f, d = model.hidden_size, model.ffn_hidden_size, model.head_dim
     query, kv = model.num_attention_heads * d, model.num_query_groups * d

@@ -98,8 +98,8 @@ def build_datasets(data: Data, tokenizer_eod: int | None, num_samples: Sequence[
         for name, count in wanted.items():
             flag = f"--{name}-data-path"
             if name == "train" and count != 0 and not own_paths[name]:
-                raise DataError(f"{flag} is missing; beside --valid-data-path or --test-data-path training needs "
-                                "its own.")
+                raise DataError(f"{flag} is missing; together with --valid-data-path or --test-data-path, training "
+                                "needs a path of its own.")
             if name == "valid" and "" not in named_sets(own_paths[name]):
                 datasets[name] = None
                 named_valid = {own: builder.build(parse_data_path(words, flag), f"valid/{own}", count)

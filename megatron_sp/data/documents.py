@@ -1,4 +1,4 @@
-"""Where documents start inside samples, and which sample of a global batch each rank reads when documents count.
+"""Find where documents start inside samples, and deal the samples of a global batch out to ranks by their documents.
 
 A sample is a piece of a long row of documents, so it may hold the end of one document, several whole ones, and the
 start of another. The index of the token files says where each document ends. So the boundaries inside any sample follow

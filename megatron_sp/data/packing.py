@@ -33,8 +33,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     the number of parcels times the number of boxes.
 
     Args:
-        lengths: of the parcels, int ``[n]``, each at least 1 and at most ``capacity``.
-        capacity: of a box.
+        lengths: lengths of the parcels, int ``[n]``, each at least 1 and at most ``capacity``.
+        capacity: largest total length in one box.
     """
     boxes = np.empty(len(lengths), dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
@@ -137,7 +137,8 @@ class PackedDataset:
 
     Attributes:
         starts: for each sample of a pass the number of its first part, int64 ``[samples + 1]``.
-        documents, offsets, lengths: of each part: its sequence in ``indexed``, its first token there, its tokens.
+        documents, offsets, lengths: for each part, the number of its sequence in ``indexed``, its first token in that
+            sequence, and its number of tokens.
 
     Raises:
         DataError: samples are needed, but the split has no tokens.

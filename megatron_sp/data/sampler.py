@@ -38,7 +38,7 @@ class GlobalBatchSampler:
 
         Args:
             first: id of the first sample.
-            work: of each sample of the global batch, in the order of their ids.
+            work: work of each sample of the global batch, in the order of the samples' ids.
         """
         if len(set(work)) == 1:
             return GlobalBatchSampler.microbatches(first, len(work), micro_batch_size, dp_rank, dp_size)

@@ -1,4 +1,4 @@
-"""Needle in a haystack: whether a model gives back a short text that stands somewhere in a long one.
+"""Needle in a haystack: measure whether a model repeats a short text that is hidden somewhere in a long one.
 
 A text of ``length`` tokens is made of other text, with a needle at some depth, and a question at its end::
 

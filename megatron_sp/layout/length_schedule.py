@@ -86,11 +86,11 @@ class Phase:
     """A part of the training, with one sequence length.
 
     Attributes:
-        number: from 1.
+        number: number of the phase, from 1.
         length: tokens of its sequences.
         parts: sequences that a sample of ``--seq-length`` tokens is cut into.
-        first: sample with which it begins.
-        stop: sample with which the next phase begins; None in the last phase.
+        first: number of the first sample of the phase.
+        stop: number of the first sample of the next phase; None in the last phase.
     """
 
     number: int

@@ -18,13 +18,13 @@ def layers_ahead(layer_bytes: int) -> int:
     as its first bytes need to arrive, and that may be longer than the layer before it computes.
 
     Args:
-        layer_bytes: of the gathered weights of a layer in the compute type.
+        layer_bytes: bytes of the gathered weights of a layer in the compute type.
     """
     return 2 if layer_bytes <= SMALL_LAYER else 1
 
 
 def num_weight_shards(parallel: Parallel) -> int:
-    """Into how many shards each weight is cut over the data- and sequence-parallel ranks."""
+    """Return into how many shards each weight is cut over the data- and sequence-parallel ranks."""
     return 1 if parallel.zero_stage == 0 else parallel.fsdp_size or parallel.fsdp
 
 

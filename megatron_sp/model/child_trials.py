@@ -45,7 +45,7 @@ class Outcome:
 
     Args:
         passed: the kernel may be used.
-        why: why it did not pass, in words that follow its name: "gives wrong results".
+        why: why the kernel did not pass, as the end of a sentence that begins with its name: "gives wrong results".
         missing: its package is not installed, which is no fault.
         found: what the trial measured, as JSON allows.
     """
@@ -62,8 +62,8 @@ def try_in_children(trial: str, names: Sequence[str], given: Mapping[str, Any], 
 
     Args:
         trial: "module:function"; the function is called as ``function(name, **given)`` and returns an ``Outcome``.
-        names: of the kernels, in the order of their trials.
-        given: further arguments, as JSON allows.
+        names: names of the kernels, in the order of their trials.
+        given: further arguments, made of JSON values.
         limit: seconds that one trial may take.
     """
     outcomes: dict[str, Outcome] = {}
@@ -85,9 +85,10 @@ def _try_in_one_child(trial: str, names: Sequence[str], given: Mapping[str, Any]
                     for name in names}
         assert child.stdin is not None and child.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # the child is gone already; the missing result says so
+            # the child has ended already; its missing result will be reported
+            with contextlib.suppress(BrokenPipeError):
                 child.stdin.write(json.dumps(task).encode() + b"\n")
-                child.stdin.flush()  # and stays open: its end tells the child that the run has ended
+                child.stdin.flush()  # stdin stays open, because its end would tell the child that the run has ended
             for name in names:
                 outcomes[name] = _read_outcome(child, said, limit)
                 if not (outcomes[name].passed or outcomes[name].missing):
@@ -104,7 +105,7 @@ def _read_outcome(child: subprocess.Popen[bytes], said: IO[bytes], limit: float)
         ready, _, _ = select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             return Outcome(False, f"does not finish its trial within {limit:g} seconds" + _quote(said))
-        byte = os.read(child.stdout.fileno(), 1)  # no more, so that ``select`` sees what is left
+        byte = os.read(child.stdout.fileno(), 1)  # a buffered read would hide the remaining bytes from ``select``
         if not byte:
             return Outcome(False, _end_in_words(child) + _quote(said))
         line += byte
@@ -164,7 +165,7 @@ def run_trials(task: Mapping[str, Any]) -> None:
 
 
 def error_in_words(error: BaseException) -> str:
-    """Return an error as words that follow the name of a kernel."""
+    """Return an error as the end of a sentence that begins with the name of a kernel."""
     first = str(error).strip().partition("\n")[0].rstrip(".")[:LONGEST_QUOTE]
     return f"raises {type(error).__name__}" + (f": {first}" if first else "")
 

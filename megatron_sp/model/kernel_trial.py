@@ -23,7 +23,7 @@ def disagreement(kernel: Callable[[], torch.Tensor], reference: Callable[[], tor
     pass.
 
     Returns:
-        "" if they agree, else what is wrong, in words that follow the name of the kernel
+        "" if they agree, else what is wrong, as the end of a sentence that begins with the name of the kernel
     """
     try:
         found: list[torch.Tensor] = []

@@ -55,7 +55,7 @@ class ParallelMesh:
         """Return the mesh of a checked layout; all ranks call this together, because it creates process groups.
 
         Args:
-            parallel: resolved; its world size must be that of the default process group.
+            parallel: the resolved layout. Its world size must be that of the default process group.
             device: this rank's device; default CPU.
         """
         assert dist.is_initialized() and dist.get_world_size() == parallel.world_size

@@ -35,7 +35,10 @@ Start = Callable[[Sequence[torch.Tensor], SplitChange, Channel], Callable[[], tu
 
 def start_and_wait(tensors: Sequence[torch.Tensor], change: SplitChange,
                    channel: Channel) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Run the whole all-to-all now; the function returned only gives its results. For callers that cannot overlap."""
+    """Run the whole all-to-all now, and return a function that returns its results.
+
+    For callers that cannot overlap communication with computation.
+    """
     results = all_to_all(tensors, change, channel)
     return lambda: results
 
@@ -65,7 +68,7 @@ class UlyssesExchange:
     """The two all-to-alls of one attention layer.
 
     Args:
-        channel: to the Ulysses ranks. Their shards lie next to each other in the sequence, in rank order.
+        channel: sends to the Ulysses ranks. Their shards lie next to each other in the sequence, in rank order.
         heads: how the heads of this tensor-parallel rank are split over the Ulysses ranks.
     """
 

@@ -83,7 +83,7 @@ class ZeroSharding:
 
         Args:
             layers: in the order of the forward pass, each wrapped as one unit.
-            num_parameters: of one layer on this tensor-parallel rank.
+            num_parameters: number of parameters of one layer on this tensor-parallel rank.
         """
         units: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
         if not (self.is_needed and self.reshard_after_forward and units):

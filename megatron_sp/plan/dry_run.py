@@ -22,10 +22,10 @@ def dry_run(flags: PlanFlags, argv: Sequence[str], world_size: int, devices_per_
 
     Args:
         flags: what to plan for.
-        argv: the words of the run.
+        argv: the flags of the run.
         world_size: the launcher's number of processes, where ``flags`` name none. Without a launcher it is 1, and
             then the plan is for as many processes as one copy of the model needs.
-        devices_per_node: what the launcher knows of it; 0: nothing.
+        devices_per_node: number of devices per node, as the launcher reports it; 0: unknown.
 
     Raises:
         ConfigError: with every problem of the command line.
@@ -67,7 +67,7 @@ def _nodes_note(per_node: int, launched: int, world_size: int) -> list[str]:
     """Return a note that says where the number of devices per node comes from, unless a flag gives it.
 
     Args:
-        per_node: devices of a node in the run; 0: nobody says.
+        per_node: number of devices per node in the run; 0: neither the launcher nor a flag says.
         launched: the processes that the launcher starts on this node; 0: it does not say.
     """
     cure = "--devices-per-node N plans for other nodes."

@@ -40,11 +40,11 @@ def choose_techniques(run: Run, device: Device, devices_per_node: int) -> tuple[
     """Return the run with the techniques that it needs, and lines that say what was turned on and why.
 
     Flags that the command line gives (``memory.given``) stay as they are. The result depends on the arguments alone, so
-    ranks that agree on the device choose alike. Where sequences grow, the longest ones count, or those of
-    ``--seq-length-phase``.
+    ranks that agree on the device make the same choice. With ``--seq-length-schedule`` the techniques are chosen for
+    the longest sequences, or for those of ``--seq-length-phase``.
 
     Args:
-        run: resolved, with vocabulary sizes.
+        run: a resolved run with known vocabulary sizes.
         device: what every process has.
 
     Raises:
@@ -108,7 +108,7 @@ def _nothing_fits(run: Run, device: Device, devices_per_node: int) -> str:
 
 
 def _cures(run: Run, device: Device, devices_per_node: int) -> Iterator[str]:
-    """Yield changes of the command line with which the run fits, in words. Each of them was planned."""
+    """Yield changes of the command line, as text, with which a plan of the run fits."""
     def fits(tried: Run) -> bool:
         return not check_problems(tried, True) and cheapest(tried, device, devices_per_node) is not None
 
@@ -136,7 +136,7 @@ def _in_layout(run: Run, parallel: Parallel) -> Run:
 
 
 def _bytes(plan: MemoryPlan, device: Device) -> int:
-    """Return what counts against the device's memory, on a CPU also what offload keeps."""
+    """Return the bytes that the device's memory must hold; on a CPU these include offloaded tensors."""
     return plan.total + (plan.host if device.kind == "cpu" else 0)
 
 

@@ -40,8 +40,9 @@ class LayerMemory:
     Attributes:
         x: the layer's input.
         attention: what the attention half keeps besides x.
-        exchanged: the part of it that selective recomputation keeps: what attention and its exchange returned.
-        results: the part of that which attention returned, and which offload moves to the host.
+        exchanged: the part of ``attention`` that selective recomputation keeps: the results of attention and of its
+            exchange.
+        results: the part of ``exchanged`` that attention returned. Offload moves it to the host.
         mlp: what the feed-forward half keeps, with its input x1.
         backward: the most that backward holds at a time: x, kept tensors that are not freed yet, and gradients.
         backward_mlp, backward_attention: the same for each half, when the other half keeps nothing at that time.
@@ -112,11 +113,11 @@ class _Core:
     """Bytes of attention between the projections.
 
     Attributes:
-        kept: by forward.
-        peak: the most that backward holds.
+        kept: bytes that forward keeps for backward.
+        peak: largest number of bytes that backward holds at one time.
         qkv_gradients: the gradients of q, k and v, with which backward leaves attention.
-        exchanged: what selective recomputation keeps.
-        results: the part of that which attention returned.
+        exchanged: bytes that selective recomputation keeps.
+        results: the part of ``exchanged`` that attention returned.
     """
 
     kept: float

@@ -11,7 +11,7 @@ def node_memory(root: Path = ROOT) -> int:
     """Return the bytes of main memory that the processes of this node may use together; 0 where nothing says.
 
     Containers and batch systems limit a job by control groups, whose limit is below what the machine has. A group's
-    limit holds for all groups inside of it, so the smallest one from this process's group to the root counts.
+    limit holds for all groups inside of it, so the smallest limit from this process's group up to the root applies.
 
     Args:
         root: where ``proc`` and ``sys`` are mounted.

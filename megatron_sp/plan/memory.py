@@ -163,8 +163,9 @@ class _Rank:
     def chunk_store(self) -> float:
         """Return the bytes of keys, values, their gradients and attention outputs that are kept of earlier chunks.
 
-        They are most before the backward of the last but one chunk: keys and values of all chunks but the last, and
-        gradients of the same from the last chunk's backward. Where windows reach few chunks, few are kept.
+        The maximum is reached before the backward of the last but one chunk. At this time the store holds keys and
+        values of all chunks but the last, and their gradients from the last chunk's backward. Where windows reach few
+        chunks, few chunks are kept.
         """
         if num_chunks(self.run) == 1:
             return 0.0
@@ -177,7 +178,10 @@ class _Rank:
         return kept * self.num_layers
 
     def fetched_chunks(self) -> float:
-        """Return the bytes on the device of what is in host memory: of two chunks, while one of them is fetched."""
+        """Return the bytes of offloaded keys and values that are on the device at a time.
+
+        These are the keys and values of two chunks, because those of the next chunk are fetched while one is used.
+        """
         sizes = self.sizes
         held = min(2, num_chunks(self.run) - 1) if self.device == "gpu" else 0
         return held * 2 * sizes.inside * sizes.core_kv * (sizes.element + FP32)
@@ -296,7 +300,10 @@ class _Rank:
         return count * self._offloaded_of_layer() * self.in_flight()
 
     def _staged(self) -> float:
-        """Return the bytes of the copy that ``--async-save`` writes from: of equal copies one rank has one."""
+        """Return the bytes of the copy in host memory that ``--async-save`` writes from.
+
+        Only one of the ranks that hold equal tensors makes a copy of them.
+        """
         if not self.run.checkpoint.async_save:
             return 0.0
         values = 1 + self.num_states * self.run.checkpoint.save_optimizer

@@ -82,9 +82,9 @@ class Weights:
     """Numbers of parameters of one tp rank, by the part of the model that FSDP gathers together.
 
     Attributes:
-        layer: of one whole layer.
-        mlp: of the feed-forward half of a layer.
-        output: of the output layer and the final norm; with tied embeddings only of the norm.
+        layer: parameters of one whole layer.
+        mlp: parameters of the feed-forward half of a layer.
+        output: parameters of the output layer and the final norm; with tied embeddings only those of the norm.
         is_tied: the output layer uses the embedding's weight.
     """
 

@@ -6,10 +6,11 @@
 
 Assumptions, all of them in ``Assumptions``: matrix products and attention run at a fixed share of the device's peak;
 links reach a fixed share of their data-sheet bandwidth; a group whose ranks lie in one node uses the links of the node,
-any other the network; communication that normally runs beside computation (ZeRO, ring, pipeline) costs only what is
-longer than the computation it runs beside; Ulysses and tensor parallelism wait for theirs. An optimizer in host memory
-updates there, at the speed at which the host reads and writes memory, while the device waits. Elementwise operators,
-launch overhead, stragglers and data reading are not counted. The figures compare layouts; they promise no speed.
+any other the network; communication that normally overlaps with computation (ZeRO, ring, pipeline) costs only the time
+by which it is longer than that computation; Ulysses and tensor parallelism wait for their communication. An optimizer
+in host memory updates there, at the speed at which the host reads and writes memory, while the device waits.
+Elementwise operators, launch overhead, stragglers and data reading are not counted. The figures compare layouts; they
+promise no speed.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Assumptions:
     """Shares of the data-sheet figures that a real run reaches.
 
     Attributes:
-        compute: of the device's peak FLOP/s, in matrix products and attention together.
-        link: of a link's bandwidth.
-        overlap: of the computation that communication can run beside.
+        compute: share of the device's peak FLOP/s that matrix products and attention together reach.
+        link: share of a link's bandwidth that communication reaches.
+        overlap: share of the computation that can overlap with communication.
         host_update: not a share but bytes/s: what the host reads and writes for one device in an optimizer's update.
     """
 

@@ -43,7 +43,7 @@ class Fit:
 
 
 def technique_flags(memory: Memory) -> list[str]:
-    """Return the words of the command line that turn on the techniques of a run."""
+    """Return the command-line arguments that turn on the techniques of a run."""
     words: list[str] = []
     for name, flag in FLAGS.items():
         value = getattr(memory, name)
@@ -63,7 +63,7 @@ def cheapest(run: Run, device: Device, devices_per_node: int) -> Fit | None:
     """Return the run with the techniques that fit the device at the least predicted cost; None where none fits.
 
     Args:
-        run: resolved, with vocabulary sizes. The techniques that ``memory.given`` names stay as they are.
+        run: a resolved run with known vocabulary sizes. The techniques that ``memory.given`` names stay as they are.
     """
     priced = [(predict_step_time(tried, device, devices_per_node), tried) for tried in combinations(run, device.kind)]
     shortest = min((time.total for time, _ in priced), default=0.0)
@@ -96,7 +96,10 @@ def combinations(run: Run, kind: str, *, any_length: bool = False) -> list[Run]:
 
 
 def _whole_sequence(kind: str) -> Iterator[dict[str, Any]]:
-    """Yield combinations without chunks. Head groups pay only beside the techniques that come before them."""
+    """Yield combinations without chunks.
+
+    Head groups are tried only together with the techniques before them in the list, because alone they do not pay.
+    """
     tile, host = {"mlp_tile_size": MLP_TILE[kind]}, {"offload_activations": 1.0}
     yield from ({}, tile)
     for granularity in ("selective", "full"):

@@ -47,7 +47,7 @@ class ChunkPipeline:
 
     Args:
         stages: the stage of this rank.
-        links: to the ranks of the stages before and after it.
+        links: connections to the ranks of the stages before and after this one.
         recurrence: how sequences are cut into chunks.
         width: elements of a token's hidden state.
         shards: ranks over which the tokens of a rank are split between tensor-parallel regions.

@@ -35,8 +35,8 @@ class Passes:
     """The calls of the model that a microbatch takes, in order.
 
     Attributes:
-        first: without autograd and without output; they keep keys and values.
-        second: with loss and, in training, backward.
+        first: calls without autograd and without output, which keep keys and values.
+        second: calls that compute the loss and, in training, are followed by backward.
     """
 
     first: list[Part]

@@ -19,11 +19,11 @@ USUAL_DEVICES_PER_NODE = 8
 def with_needed_techniques(run: Run, device: torch.device, local_world_size: int) -> tuple[Run, list[str]]:
     """Return the run with the memory techniques that it needs, and lines for the log. All ranks call it together.
 
-    Ranks may have different devices. All of them choose for the least memory that any rank has, so that they choose
-    alike.
+    Ranks may have different devices. All ranks choose for the smallest memory among them, so that they make the same
+    choice.
 
     Args:
-        run: resolved, with vocabulary sizes.
+        run: a resolved run with known vocabulary sizes.
         device: this rank's device. The process group must exist.
         local_world_size: processes of this node; 0 where the launcher does not say.
 

@@ -141,7 +141,7 @@ def _final_samples(samples: int, iterations: int, run: Run) -> float:
 
     Args:
         samples, iterations: the length as given, one of them 0. Iterations are the last ones before
-            ``--lr-decay-iters``, so the batch size at that time counts, not the one at the start.
+            ``--lr-decay-iters``, so they are converted with the batch size of that time, not with the one at the start.
     """
     batch, horizon = BatchSize.of(run), run.schedule.lr_decay_iters
     return float(samples or batch.samples(horizon) - batch.samples(max(horizon - iterations, 0)))

@@ -146,7 +146,7 @@ def build_trainer(run: Run, tokenizer: Tokenizer, device: Any, signals: StopSign
     The checkpoint is read before the datasets are built, because the number of samples still to train on depends on it.
 
     Args:
-        run: resolved, with vocabulary sizes.
+        run: a resolved run with known vocabulary sizes.
         device: this rank's ``torch.device``.
     """
 

@@ -64,7 +64,7 @@ class TensorWriter(dcp.FileSystemWriter):
         """Write ``.metadata`` on rank 0: where each tensor lies.
 
         Args:
-            results: of ``write`` on every rank.
+            results: what ``write`` returned on every rank.
         """
         with naming_file_in_errors(self.directory / METADATA):
             self.finish(metadata, results)

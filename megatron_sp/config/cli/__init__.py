@@ -1,1 +1,1 @@
-"""The command line: which flags exist, how other systems spell them, and how their words become values."""
+"""The command line: which flags exist, how other systems spell them, and how arguments become values."""

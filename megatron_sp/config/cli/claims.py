@@ -1,4 +1,4 @@
-"""What a command line says so far, while it is read: values by field and spelling, notes, problems."""
+"""Collect what a command line sets while it is being read: a value for each field and spelling, notes, problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_sp.config.cli.values import strip_quotes
 
 
 class FileBatch(NamedTuple):
-    """The batch keys of DeepSpeed's file, 0 where one is absent."""
+    """The batch sizes in DeepSpeed's file; 0 for a key that the file lacks."""
 
     file: str
     whole: int
@@ -21,7 +21,7 @@ class FileBatch(NamedTuple):
         """Return a problem where the keys contradict each other, which DeepSpeed refuses too.
 
         Args:
-            data_parallel: ranks with different samples.
+            data_parallel: data-parallel size.
         """
         if not self.whole or not self.micro:
             return []
@@ -36,13 +36,14 @@ class FileBatch(NamedTuple):
 
 @dataclass
 class Claims:
-    """Values that spellings claim for fields, and what was found wrong.
+    """The values that the command line gives to fields, and what was found wrong with it.
 
-    Spellings that claim one field must agree. So a script that gives ``--swiglu --squared-relu``, or one number of
-    heads twice in two dialects, is told so instead of getting the last one.
+    To claim a field means to record that a spelling on the command line sets it to a value. All spellings that claim
+    one field must give the same value. Otherwise the user gets an error, for example for ``--swiglu --squared-relu``,
+    or for two different numbers of heads in two dialects. No spelling silently wins over another.
 
     Attributes:
-        given: each flag on the command line (normalised) and the words after its last occurrence.
+        given: each flag on the command line (normalised) and its values, those of the last occurrence.
         values: ``section.field`` -> {spelling: value}.
         notes: sentences that the user should read once.
         problems: sentences about what is wrong.

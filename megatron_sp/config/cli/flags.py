@@ -1,4 +1,4 @@
-"""Read the command line: words become flags with values, and these the fields of a run.
+"""Read the command line: split it into flags and values, and set the fields of a run from them.
 
 ``argparse`` renders ``--help`` (``help.py``), but reading is done here: argparse stops at the first mistake, and a
 user wants to see all of them.
@@ -36,13 +36,14 @@ class Parsed:
         run: fields that the command line does not name have their declared defaults; ``resolve`` derives more.
         notes: sentences that the user should read once.
         problems: sentences about what is wrong.
-        spelled: our name of a flag -> the spelling on the command line.
-        switched: our flag and value (``--num-query-groups 1``) -> the words that mean it (``--group-query-attention``).
-        filled: our name of a flag -> the preset that filled it in.
+        spelled: this package's name of a flag -> the spelling on the command line.
+        switched: this package's flag and value (``--num-query-groups 1``) -> the arguments on the command line that
+            mean the same (``--group-query-attention``).
+        filled: this package's name of a flag -> the preset that filled it in.
         broken: flags that were given and could not be read; later checks say nothing about them.
         file_batch: the batch that DeepSpeed's file gives.
         tokenizer: the ``--tokenizer-type`` on the command line, also one of another framework.
-        given: fields that some word of the command line sets, as ``section.field``.
+        given: fields that the command line sets, as ``section.field``.
     """
 
     run: Run
@@ -117,7 +118,7 @@ def _arities(options: dict[str, Option]) -> dict[str, int | str]:
 
 
 def _scan(argv: Sequence[str], known: dict[str, int | str], claims: Claims) -> None:
-    """Cut ``argv`` into flags and their values; the last occurrence of a flag counts."""
+    """Split ``argv`` into flags and their values; the last occurrence of a flag gives its values."""
     words = list(argv)
     index = 0
     while index < len(words):
@@ -185,7 +186,7 @@ def _claim_schema(options: dict[str, Option], claims: Claims) -> None:
 # --- the run -------------------------------------------------------------------------------------
 
 def _build(options: dict[str, Option], claims: Claims) -> Parsed:
-    """Return the run from all claims; spellings that say different things become a problem."""
+    """Return the run from all claims; spellings that give one field different values become a problem."""
     chosen: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     spelled: dict[str, str] = {}
     switched: dict[str, str] = {}
@@ -217,7 +218,7 @@ def _build(options: dict[str, Option], claims: Claims) -> Parsed:
 
 
 def _is_one_word(words: list[str] | None) -> bool:
-    """Whether a flag has one value, so that messages may name it instead of our flag for that value."""
+    """Return whether a flag has one value, so that messages may name it and not this package's own flag."""
     return words is not None and len(parse_words(words)) == 1
 
 

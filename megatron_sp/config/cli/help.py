@@ -33,9 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="pretrain_gpt.py", usage="%(prog)s FLAGS", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Pretrain a GPT or Llama type model on long sequences.\n"
-                    "Underscores and hyphens are alike, a repeated flag's last value counts, whole numbers may be\n"
-                    "written 1_000_000 or 1e6. docs/reference/flags.md also lists the accepted hints and the refused "
-                    "flags.")
+                    "Underscores and hyphens are alike. The last value of a repeated flag is used. Whole numbers may\n"
+                    "be written 1_000_000 or 1e6. docs/reference/flags.md also lists the accepted hints and the\n"
+                    "refused flags.")
     groups = {}
     for section, cls in sections().items():
         groups[section] = parser.add_argument_group((cls.__doc__ or section).splitlines()[0].rstrip("."))

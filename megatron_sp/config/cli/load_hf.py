@@ -11,8 +11,8 @@ from megatron_sp.config.families import CONFIG, model_fields, read_config
 
 LOAD_HF = "--load-hf"
 _KEY = "checkpoint.load_hf"
-#: Fields that the command line may set otherwise than config.json: they change no weight, and users change them to
-#: train on longer sequences or with another dropout.
+#: Fields for which the command line wins over config.json: they change no weight, and users change them to train on
+#: longer sequences or with another dropout.
 MAY_DIFFER = {"rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
               "rope_scaling_type", "rotary_scaling_factor", "original_max_position_embeddings", "yarn_beta_fast",
               "yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim",
@@ -26,7 +26,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 
 
 def claim_model_of_load_hf(claims: Claims) -> None:
-    """Claim every field that config.json determines and no flag does; report each flag that contradicts it."""
+    """Set every field that config.json determines and no flag gives; report each flag that contradicts it."""
     directory = claims.claimed(_KEY)
     if not directory:
         return
@@ -60,7 +60,7 @@ def _claim(claims: Claims, name: str, value: Any, directory: str, may_differ: bo
     said = spelling if isinstance(typed, bool) or not claims.given.get(spelling) else f"{spelling} {_text(typed)}"
     theirs = "the activation" if name == "activation" else flag_names().get(key, name)
     if may_differ:
-        claims.notes.append(f"{said} counts; {CONFIG} of {LOAD_HF} {directory} says {_text(value)}.")
+        claims.notes.append(f"{said} is used; {CONFIG} of {LOAD_HF} {directory} says {_text(value)}.")
     else:
         claims.problems.append(f"{said} contradicts {LOAD_HF} {directory}, whose {CONFIG} makes {theirs} "
                                f"{_text(value)}; leave {spelling} out.")

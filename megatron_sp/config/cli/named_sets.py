@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-#: A name, "=", and the first word of the set; a path that looks like this is written ./a=b.
+#: A name, "=", and the first value of the set. A path that looks like this must be written ./a=b.
 _NAMED = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 
 
 def named_sets(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the words of each set by its name; without names, one set with the name "".
+    """Return the values of each set by its name; without names, one set with the name "".
 
     Raises:
         ValueError: with a sentence fragment saying what is wrong.

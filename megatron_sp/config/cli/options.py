@@ -9,7 +9,7 @@ from typing import Any
 from megatron_sp.config.cli.values import parse_choice, parse_float, parse_int, parse_words, strip_quotes
 from megatron_sp.config.schema import Run
 
-#: Words of other frameworks (in lower case with hyphens) by field, each with the choice of the schema that it means.
+#: Values of other frameworks (in lower case with hyphens) by field, each with the choice of the schema that it means.
 #: For example, "rotary" for "model.position_embedding_type" means "rope".
 SYNONYMS: dict[str, dict[str, str]] = {
     "model.position_embedding_type": {"rotary": "rope", "learned": "learned_absolute", "absolute": "learned_absolute"},
@@ -41,7 +41,7 @@ class Option:
     Attributes:
         key: ``section.field``.
         names: spellings with hyphens, the one that messages use first.
-        kind: bool, int, float, str, ints or words.
+        kind: type of the value: bool, int, float, str, ints or words (a tuple of str).
         choices: allowed values of a str.
         nargs: number of values, "?" or "*".
         off: the switch that turns a bool off, or "".
@@ -63,7 +63,7 @@ class Option:
         return self.off or self.names[0]
 
     def convert(self, texts: list[str]) -> Any:
-        """Return the field's value from the words after the flag.
+        """Return the field's value from the arguments after the flag.
 
         Raises:
             ValueError: with a sentence fragment saying what is wrong.
@@ -79,7 +79,7 @@ class Option:
             if isinstance(self.nargs, int) and len(words) != self.nargs:
                 raise ValueError(f"{self.nargs} values are needed, {len(words)} given")
             return tuple(parse_int(word) for word in words)
-        if self.nargs == "?" and not texts:     # a share without a number is all of it
+        if self.nargs == "?" and not texts:     # a flag for a share, given without a number, means all
             return 1.0 if self.kind == "float" else self.default
         text = strip_quotes(texts[0])
         if not text and self.kind == "str":

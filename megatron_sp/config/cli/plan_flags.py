@@ -39,7 +39,7 @@ class PlanFlags:
 
 
 def split_plan_flags(argv: Sequence[str]) -> tuple[PlanFlags | None, list[str]]:
-    """Return the flags of a plan, None without ``--dry-run``, and the words of the run.
+    """Split the arguments into the flags of a plan (None without ``--dry-run``) and the flags of the run.
 
     Raises:
         ConfigError: a flag of a plan has no value or a wrong one, or stands without ``--dry-run``.

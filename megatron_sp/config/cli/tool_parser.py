@@ -19,7 +19,7 @@ class ToolParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                          namespace: Any = None) -> Any:
-        """See ``argparse``; remember the words, so that ``error`` can look for typing mistakes among them."""
+        """Parse as ``argparse`` does, and remember the arguments, among which ``error`` looks for typing mistakes."""
         self._words = list(args or ())
         return super().parse_known_args(args, namespace)
 
@@ -31,7 +31,7 @@ class ToolParser(argparse.ArgumentParser):
             raise ConfigError([unknown_flag(word, known) for word in unknown])
         slips = [word for word in self._words if word.startswith("--") and word.partition("=")[0] not in known
                  and nearest_flag(word.partition("=")[0], known)]
-        if slips and "required" in message:  # the flag that is missing may be the misspelled one
+        if slips and "required" in message:  # the required flag is probably one of the misspelled ones
             raise ConfigError([unknown_flag(word, known) for word in slips])
         raise ConfigError([*(unknown_flag(word, known) for word in slips), message])
 

@@ -1,4 +1,4 @@
-"""Words of the command line turned into values: numbers, choices, paths."""
+"""Convert command-line arguments to values: numbers, choices, paths."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def _fold(text: str) -> str:
 
 
 def parse_choice(text: str, choices: Sequence[str], synonyms: dict[str, str] | None = None) -> str:
-    """Return the schema's spelling of a choice. Case does not count, and hyphens and underscores are alike.
+    """Return the schema's spelling of a choice. Case is ignored, and hyphens and underscores are equivalent.
 
     Args:
-        synonyms: other people's words (folded to lower case with hyphens) for one of ``choices``.
+        synonyms: values of other frameworks (in lower case with hyphens) that mean one of ``choices``.
 
     Raises:
         ValueError: with a sentence fragment listing the choices.
@@ -105,9 +105,9 @@ def parse_choice(text: str, choices: Sequence[str], synonyms: dict[str, str] | N
 
 
 def parse_words(texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the words of a list-valued flag; an element that holds several words (a quoted "1.0 P") is split.
+    """Return the values of a list-valued flag; an argument that holds several values (a quoted "1.0 P") is split.
 
-    An element that names an existing token file (``TEXT.idx`` exists) is one word, even with blanks in it.
+    An argument that names an existing token file (``TEXT.idx`` exists) is one value, even with blanks in it.
     """
     words: list[str] = []
     for text in texts:

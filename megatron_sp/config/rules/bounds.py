@@ -27,7 +27,7 @@ def _text(limit: float) -> str:
     return f"{limit:.0f}" if limit == int(limit) else f"{limit:g}"
 
 
-#: More than any run counts, and little enough for products of two such numbers to fit into 64 bits.
+#: Larger than any count in a real run, and small enough for products of two such numbers to fit into 64 bits.
 LARGEST_COUNT = 10**12
 POSITIVE_INT = Bound(low=1, high=LARGEST_COUNT)
 NOT_NEGATIVE = Bound(low=0, high=LARGEST_COUNT)

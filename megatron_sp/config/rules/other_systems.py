@@ -14,7 +14,7 @@ def other_system_problem(directory: str | Path, flag: str = "--load") -> str:
 
     Args:
         directory: given where a directory of checkpoints of this program is expected.
-        flag: that gave it.
+        flag: the flag that named the directory.
     """
     path = Path(directory)
     if not path.is_dir():

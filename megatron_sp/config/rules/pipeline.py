@@ -69,7 +69,7 @@ def _microbatch_rules(run: Run, global_batch_size: int) -> list[str]:
     if train.decrease_batch_size_if_needed and step > 0:
         global_batch_size = global_batch_size // step * step
     if step < 1 or not global_batch_size or global_batch_size % step:
-        return []  # the batch rules say so
+        return []  # ``check_batch`` reports this
     number, name, pp = global_batch_size // step, parallel.pipeline_schedule, parallel.pp
     if takes_microbatches(name, number, pp):
         return []

@@ -22,7 +22,7 @@ def check_schedule(run: Run) -> list[str]:
 
 
 def _units(run: Run) -> list[str]:
-    """Return flags in another unit than the run counts in (iterations or samples); tokens go with both."""
+    """Return flags whose unit is not that of the run (iterations or samples); flags in tokens go with both."""
     schedule, train = run.schedule, run.train
     if train.train_iters:
         mode, other = "--train-iters", "iters"
@@ -133,7 +133,7 @@ def horizon_notes(run: Run) -> list[str]:
     if not iterations or iterations == train.train_iters or not train.step_batch_size_schedule:
         return []
     if check_batch(run):
-        return []      # the batch sizes are reported as wrong
+        return []      # ``check_batch`` reports the batch sizes
     batch = BatchSize.of(run)
     here, there = batch.samples(iterations), iterations * batch.last
     return [] if here == there else [

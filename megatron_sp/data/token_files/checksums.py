@@ -1,4 +1,4 @@
-"""Checksums of token files, in a file beside them: they reveal a damaged token, which no size or offset can.
+"""Write and compare checksums of token files, which reveal a damaged token that no check of sizes or offsets can find.
 
 ``PREFIX.checksums.json`` describes ``PREFIX.bin`` and ``PREFIX.idx``::
 

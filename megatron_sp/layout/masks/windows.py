@@ -76,8 +76,8 @@ def layer_windows(model: Model) -> tuple[int, ...]:
 def layer_names(model: Model) -> tuple[str, ...]:
     """Return for each layer the value of ``--attention-pattern`` that holds for it.
 
-    The words of ``--attention-pattern-per-layer`` go to the layers in order, and after the last word the first comes
-    again. Without that flag, the layers that ``--window-attn-skip-freq`` calls global are causal.
+    ``--attention-pattern-per-layer`` gives its values to the layers in order, and starts again with the first value
+    after the last one. Without that flag, the layers that ``--window-attn-skip-freq`` calls global are causal.
     """
     layers, several = model.num_layers, model.attention_pattern_per_layer
     if several:

@@ -34,7 +34,7 @@ class Copies(NamedTuple):
     """Hashes of the tensors of which every rank of one group has a copy.
 
     Attributes:
-        axis: the kind of copies, in the words of the error message.
+        axis: the kind of copies, as the error message names it.
         group: the ranks that hold a copy.
         hashes: this rank's hash of each tensor, by name.
     """

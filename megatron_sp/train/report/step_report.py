@@ -19,7 +19,7 @@ class StepReport:
         grad_norm: global norm of the gradient before clipping, without the loss scale.
         learning_rate: the rate of this step.
         step_time: seconds, data reading included.
-        num_valid: tokens of the batch whose label counts.
+        num_valid: number of tokens of the batch that have a valid label.
         loss_scale: the fp16 loss scale of this step.
         skipped: no update, because fp16 overflowed.
         nan: no update, because loss or gradient norm is not finite.
@@ -62,7 +62,7 @@ class Interval:
 
     Attributes:
         num_losses, loss: number and sum of the finite losses. A step skipped because fp16 gradients overflowed has a
-            finite loss, which counts.
+            finite loss, which is included.
         unlabelled: steps whose batch had no valid label.
         attention: sum over the samples of the work of attention, relative to sequences of one document each.
     """

@@ -23,7 +23,7 @@ class TensorBoard:
     def __init__(self, directory: str, queue_size: int, resumed_at: tuple[int, int] | None):
         """
         Args:
-            directory: of ``--tensorboard-dir``.
+            directory: value of ``--tensorboard-dir``.
             queue_size: pending events.
             resumed_at: iteration and consumed samples after which older points are hidden; None: hide nothing.
 

@@ -49,7 +49,7 @@ def test_keys_that_set_fields(tmp_path: Path, config: dict[str, Any], flags: str
 
 @pytest.mark.parametrize("config, flags, parts", [
     ({"zero_optimization": {"stage": 3}}, "--zero-stage 1", ("zero_optimization.stage 3 in", "not --zero-stage 1")),
-    ({"train_batch_size": 64}, "--global-batch-size 32", ("--global-batch-size 32 counts", "train_batch_size 64")),
+    ({"train_batch_size": 64}, "--global-batch-size 32", ("--global-batch-size 32 is used", "train_batch_size 64")),
     ({"gradient_clipping": 2}, "--clip-grad 1", ("gradient_clipping 2 in", "not --clip-grad 1")),
     ({"bf16": {"enabled": False}}, "", ("DeepSpeed would not clip", "--clip-grad 0")),
     ({"fp16": {"enabled": True}, "gradient_clipping": 1}, "--loss-scale 12", ("--loss-scale 12 has no effect",

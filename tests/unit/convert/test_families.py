@@ -125,7 +125,7 @@ def test_context_and_dropout_may_change(tmp_path: Path) -> None:
     words = "--seq-length 128 --max-position-embeddings 128 --rotary-base 1000000 --hidden-dropout 0.1".split()
     run, notes = load_run(flags_for(tmp_path, LLAMA, *words), 1, files=False)
     assert run.model.rotary_base == 1e6 and run.model.hidden_dropout == 0.1
-    assert any("--rotary-base 1e+06 counts" in note for note in notes)
+    assert any("--rotary-base 1e+06 is used" in note for note in notes)
 
 
 def test_a_sliding_window_is_that_of_the_model(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from megatron_sp.config.cli.claims import Claims
 from megatron_sp.config.cli.translation import tables
 from megatron_sp.config.cli.values import parse_words, strip_quotes
 
-#: Words shown of a flag with many values.
+#: Largest number of values that a message shows of one flag.
 WORDS_SHOWN = 4
 
 
@@ -32,7 +32,7 @@ def answer_tables(claims: Claims) -> None:
 
 
 def accepts_value(key: str, name: str, claims: Claims) -> bool:
-    """Return whether a value that no choice of the field has been answered otherwise: by a note or a replacement."""
+    """Return whether a value that is not among the field's choices is handled elsewhere: by a note or a replacement."""
     value = strip_quotes(claims.given[name][0]) if claims.given[name] else ""
     if key == "data.tokenizer_type":
         return _accepts_tokenizer(name, claims)
@@ -50,7 +50,7 @@ def accepts_value(key: str, name: str, claims: Claims) -> bool:
 
 
 def _accepts_tokenizer(name: str, claims: Claims) -> bool:
-    """Return whether an unknown tokenizer has been answered: noted in a plan, refused with a replacement in a run."""
+    """Return whether an unknown tokenizer is handled: a plan notes it, a run refuses it and names a replacement."""
     kind = strip_quotes(claims.given[name][0])
     instead = {word.lower(): cure for word, cure in tables.FOREIGN_TOKENIZERS.items()}.get(kind.lower(), "")
     if claims.plan:
@@ -63,7 +63,7 @@ def _accepts_tokenizer(name: str, claims: Claims) -> bool:
 
 
 def _grouped(reasons: Mapping[str, str], given: Mapping[str, list[str]]) -> list[tuple[str, str]]:
-    """Return (flags with their values, reason), flags of one reason together."""
+    """Return pairs (flags with their values, reason), with one pair for each reason."""
     flags: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         flags.setdefault(reason, []).append(" ".join([name, *parse_words(given[name])[:WORDS_SHOWN]]))
@@ -71,7 +71,7 @@ def _grouped(reasons: Mapping[str, str], given: Mapping[str, list[str]]) -> list
 
 
 def _is_refused(name: str, refusal: tables.Refusal, given: Mapping[str, list[str]]) -> bool:
-    """Whether a flag is given with a value that changes something, beside the flag that it needs to do so."""
+    """Return whether a flag has an effect here: its value changes something, and the flag that it needs is given."""
     if name not in given or refusal.not_beside in given or (refusal.only_with and refusal.only_with not in given):
         return False
     values = given[name]
@@ -80,7 +80,7 @@ def _is_refused(name: str, refusal: tables.Refusal, given: Mapping[str, list[str
 
 
 def _folded(text: str) -> str:
-    """One form for all spellings of a number or word."""
+    """Return one form for all spellings of a number or word."""
     try:
         return repr(float(text))
     except ValueError:
@@ -100,7 +100,7 @@ def report_unknown(written: str, name: str, known: Iterable[str], claims: Claims
 
 
 def nearest_flag(name: str, known: Iterable[str]) -> str:
-    """Return the known flag whose words are those of ``name`` but for typing mistakes or one missing word; else ""."""
+    """Return the known flag that differs from ``name`` only by typing mistakes or one missing word; else ""."""
     best, best_score = "", 0.0
     words = name[2:].lower().split("-")
     for flag in known:
@@ -111,7 +111,7 @@ def nearest_flag(name: str, known: Iterable[str]) -> str:
 
 
 def _likeness(words: list[str], others: list[str]) -> float:
-    """Return how alike two flags are, above 0 only where one is likely a slip of the other."""
+    """Return how similar two flags are; above 0 only if one is probably a misspelling of the other."""
     import difflib
 
     if len(words) == len(others):

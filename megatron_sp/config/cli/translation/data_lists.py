@@ -26,7 +26,7 @@ def translate_data_lists(claims: Claims) -> None:
 
 
 def _list(claims: Claims) -> None:
-    """Read the words of ``--data-path`` from a file: prefixes, or weights and prefixes in turn, on any lines."""
+    """Read the values of ``--data-path`` from a file: prefixes, or weights and prefixes in turn, on any lines."""
     text = _content(LIST, claims)
     if text is None:
         return
@@ -64,7 +64,7 @@ def _per_split(claims: Claims) -> None:
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:
-    """Return the words of one split: of a list, of one string, or of validation sets by their names."""
+    """Return the data path of one split, which the file gives as a list, a string, or validation sets by name."""
     if value is None:
         return ()
     if isinstance(value, str):

@@ -150,7 +150,7 @@ def _file_wins(key: str, path: str, value: Any, claims: Claims) -> None:
     """Take a field from the file, and add a note that names the flags which contradict it."""
     others = {spelling: said for spelling, said in claims.values.get(key, {}).items() if said != value}
     for spelling, said in others.items():
-        claims.notes.append(f"{_name(path, value, claims)} counts, not {spelling} {said}: under --deepspeed the file "
+        claims.notes.append(f"{_name(path, value, claims)} is used, not {spelling} {said}: under --deepspeed the file "
                             "decides.")
     claims.claim_alone(key, value, _name(path, value, claims))
 
@@ -217,7 +217,7 @@ def _batch(config: dict[str, Any], claims: Claims) -> None:
     for key, value in given.items():
         said = claims.claimed(key)
         if said is not None and said != value:
-            claims.notes.append(f"{next(iter(claims.values[key]))} {said} counts, not "
+            claims.notes.append(f"{next(iter(claims.values[key]))} {said} is used, not "
                                 f"{_name(keys[key], value, claims)}: about the batch the flags decide.")
         elif said is None and not (speaks and key != "train.micro_batch_size") and not (
                 key == "train.gradient_accumulation_steps" and "train.global_batch_size" in given):

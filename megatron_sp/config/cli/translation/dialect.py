@@ -1,4 +1,4 @@
-"""What a command line in Megatron's dialect means where the same flags, or no flags, mean something else here."""
+"""Translate a Megatron command line where the same flags, or absent flags, have another meaning in this package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FPDT_CHUNK = 65536
 
 
 def translate_dialect(claims: Claims) -> None:
-    """Add what Megatron means and does not say; a note names each such reading once."""
+    """Set the values that Megatron means where a flag is absent or differs in meaning; a note names each of them."""
     for step in (_yarn, _recomputation, _zero_bubble, _stage_layers, _biases, _chunks, _same_data_twice, _gelu,
                  _loss_mean, _loss_scale):
         step(claims)
@@ -63,9 +63,10 @@ def _loss_scale(claims: Claims) -> None:
     """Note a static loss scale so small that it is likely meant as the power of two of a dynamic one."""
     scale = claims.claimed("precision.loss_scale")
     if scale and scale <= LARGEST_POWER and claims.claimed("precision.fp16") and "--deepspeed" not in claims.given:
-        claims.notes.append(f"--loss-scale {scale:g} is a static scale of {scale:g}. If it is meant as in scripts for "
-                            "DeepSpeed, where it has no effect beside --deepspeed, leave it out for a dynamic scale; "
-                            f"--initial-loss-scale {2.0**scale:.0f} lets that start at 2^{scale:g}.")
+        claims.notes.append(f"--loss-scale {scale:g} is a static scale of {scale:g}. Some scripts for "
+                            "DeepSpeed give it although it has no effect together with --deepspeed. In this case leave "
+                            f"it out for a dynamic scale; --initial-loss-scale {2.0**scale:.0f} lets the dynamic scale "
+                            f"start at 2^{scale:g}.")
 
 
 def _biases(claims: Claims) -> None:
@@ -88,7 +89,8 @@ def _biases(claims: Claims) -> None:
 def _recomputation(claims: Claims) -> None:
     """Turn recomputation on by old Megatron's method alone, and note that DeepSpeed's switch alone does not.
 
-    Flags that ask for different recomputation are no contradiction, because no result depends on them: "full" counts.
+    Flags that ask for different kinds of recomputation do not contradict each other, because no result depends on them.
+    In this case "full" is used.
     """
     key, method, deepspeed = ("memory.recompute_granularity", "--activations-checkpoint-method",
                               "--deepspeed-activation-checkpointing")
@@ -158,7 +160,7 @@ def _same_data_twice(claims: Claims) -> None:
     others = claims.values.get("data.valid_data_path") or claims.values.get("data.test_data_path")
     kept, dropped = ("--train-data-path", "--data-path") if others else ("--data-path", "--train-data-path")
     claims.values.pop("data.data_path" if others else "data.train_data_path")
-    claims.notes.append(f"{dropped} names the same data as {kept}; {kept} counts.")
+    claims.notes.append(f"{dropped} names the same data as {kept}; {kept} is used.")
 
 
 # --- layers of pipeline stages ------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ OTHERS: dict[str, Foreign] = {
     "--pipe-parallel-size": Foreign(1, "The same as --pipeline-model-parallel-size."),
     PRESET: Foreign(1, f"Fill in the model flags that are not given: {', '.join(PRESETS)}.", metavar="NAME"),
     "--num-experts": Foreign("*", "1 is accepted: a dense model."),
-    GELU: Foreign(1, "none (exact GELU, the default) or tanh (its approximation, the same as --openai-gelu). Beside "
+    GELU: Foreign(1, "none (exact GELU, the default) or tanh (its approximation, the same as --openai-gelu). With "
                      "flags that only Megatron has, models with biases use tanh unless --no-bias-gelu-fusion is given, "
                      "as in Megatron.", metavar="KIND"),
     "--deepspeed": Foreign(0, "Take sharding, precision, loss scale and clipping from --deepspeed_config."),
@@ -104,8 +104,9 @@ OTHERS: dict[str, Foreign] = {
     "--ds-sequence-parallel-fpdt-chunk-size": Foreign(1, "Tokens of a chunk under --ds-sequence-parallel-fpdt; "
                                                          "default: 65536."),
     "--ds-sequence-parallel-fpdt-offloading": Foreign(0, "--offload-key-values, under --ds-sequence-parallel-fpdt."),
-    "--data-args-path": Foreign(1, "File that lists the words of --data-path, on any number of lines.", metavar="FILE"),
-    "--per-split-data-args-path": Foreign(1, "JSON file with the words of --train-data-path, --valid-data-path and "
+    "--data-args-path": Foreign(1, "File that lists the values of --data-path, on any number of lines.",
+                                metavar="FILE"),
+    "--per-split-data-args-path": Foreign(1, "JSON file with the values of --train-data-path, --valid-data-path and "
                                              '--test-data-path: {"train": [...], "valid": [...], "test": [...]}.',
                                           metavar="FILE"),
     "--multiple-validation-sets": Foreign(0, "Evaluate each prefix of --valid-data-path as a set of its own, named "
@@ -167,12 +168,12 @@ def _ask_for_no_model(claims: Claims) -> None:
 
 
 def _as_flag(key: str, value: Any) -> str:
-    """Return the words that set a field to a value; "" for a default that has no flag of its own."""
+    """Return the arguments that set a field to a value; "" for a default that has no flag of its own."""
     option = schema_options().get(key)
     if option is None:
         return next((flag for flag, said in SWITCHES.items() if said == (key, value)), "")
     if key == "model.num_query_groups":
-        return f"--num-key-value-heads {value}"  # the other spelling needs a switch beside it
+        return f"--num-key-value-heads {value}"  # --num-query-groups would also need --group-query-attention
     if option.kind == "bool":
         return option.flag if value != option.default else ""
     return f"{option.flag} {value}"

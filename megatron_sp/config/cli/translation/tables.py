@@ -90,7 +90,7 @@ IGNORED: dict[str, tuple[int | str, str]] = {
                            "moves the optimizer to host memory"),
 }
 
-#: Companions of mixture of experts: accepted beside a dense model, where they have no effect.
+#: Flags that only matter for mixture of experts: accepted for a dense model, where they have no effect.
 EXPERT_COMPANIONS: dict[str, int | str] = {
     **_names("moe-eval-capacity-factor moe-expert-parallel-size moe-loss-coeff moe-min-capacity "
              "moe-train-capacity-factor expert-tensor-parallel-size topk mlp-type moe-aux-loss-coeff "
@@ -141,7 +141,7 @@ REFUSED: dict[str, Refusal] = {
     **_refuse("mup-attn-mult mup-input-mult mup-output-mult", "?", _NO_MUP, "1"),
     **_refuse("adjust-word-embedding-init", 0,
               "it does not say how large the embedding's initial values are; give their standard deviation with "
-              "--word-embedding-init-std X beside it, or with --embedding-init-method-std X instead",
+              "--word-embedding-init-std X in addition, or with --embedding-init-method-std X instead",
               not_beside="--word-embedding-init-std"),
     **_refuse("quick-geglu", 0, "this activation is not supported; use --swiglu"),
     **_refuse("apply-residual-connection-post-layernorm", 0,

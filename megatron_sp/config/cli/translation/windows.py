@@ -1,4 +1,4 @@
-"""Read the window of attention from the words of several dialects, before the schema reads its flags.
+"""Convert the attention windows of several dialects to this package's form, before the schema reads its flags.
 
 - One number W, as here, in Hugging Face's ``sliding_window`` and in forks' ``--sliding-window``: a token sees itself
   and the W - 1 tokens before it.
@@ -16,7 +16,7 @@ FLAGS = ("--window-size", "--sliding-window")
 
 
 def read_windows(claims: Claims) -> None:
-    """Replace the words after each flag of a window by W, and drop a flag that means no window."""
+    """Replace the values of each window flag by W, and drop a flag that means no window."""
     for flag in FLAGS:
         if flag not in claims.given:
             continue
