@@ -10,19 +10,23 @@ of torchtitan where it can be imported, and a hand-written layer (``plain_model.
 shapes and no values, so nothing is computed and any size is counted within seconds. ``megatron_sp/proof/traffic.py``
 says what is assumed.
 
-The optimizer step is counted on a small model with values, clipping included.
+``--compile`` also counts the kernels that torch's compiler makes of the same layers for a GPU, and the bytes that they
+move (``megatron_sp/proof/compiled_traffic.py``). It takes about 10 seconds of processor time for each layer.
+
+The optimizer step is counted on a small model with values, clipping included. At last a whole training step of a small
+model is counted in several layouts: values that the host reads before the end of the step, copies between host and
+device in forward and backward, and collectives, each with the mean size of its whole tensor
+(``benchmarks/fake_ranks.py``). With other sizes of the model the bytes change and the counts do not.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,142 +34,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
 
+from benchmarks.fake_ranks import count_sharded_step, count_step  # noqa: E402
+from benchmarks.traffic_layers import (  # noqa: E402
+    META,
+    Ends,
+    Layer,
+    Shape,
+    our_ends,
+    our_flags,
+    our_layer,
+    our_run,
+    plain_ends,
+    plain_layer,
+    torchtitan_layer,
+    transformers_ends,
+    transformers_layer,
+)
 from megatron_sp import runtime  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
 from megatron_sp.output_files import complete_file  # noqa: E402
-from megatron_sp.proof.traffic import Traffic, gpu_kernels  # noqa: E402
-
-META = torch.device("meta")
-EPSILON = 1e-5
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that all compared layers have."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    tokens: int
-
-    @property
-    def width(self) -> int:
-        """Width of a head."""
-        return self.hidden // self.heads
-
-    def hidden_states(self) -> torch.Tensor:
-        """Return hidden states without values, [1, t, h] in bf16, that need a gradient."""
-        return torch.empty(1, self.tokens, self.hidden, dtype=torch.bfloat16, device=META, requires_grad=True)
-
-    def angles(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return cosines or sines without values, [1, t, d]."""
-        return torch.empty(1, self.tokens, self.width, dtype=dtype, device=META)
-
-
-#: Takes hidden states and returns the layer's output.
-Layer = Callable[[torch.Tensor], torch.Tensor]
-
-
-def our_flags(shape: Shape, layers: int = 1) -> list[str]:
-    """Return the flags of a model of Llama's type."""
-    return (f"--num-layers {layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads} "
-            f"--group-query-attention --num-query-groups {shape.kv_heads} --ffn-hidden-size {shape.ffn} --swiglu "
-            "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-            "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 --fused-kernels "
-            f"torch --seq-length {shape.tokens} --max-position-embeddings {shape.tokens} --micro-batch-size 1 "
-            f"--train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size {shape.vocab}").split()
-
-
-def our_run(flags: list[str]) -> Any:
-    """Return a resolved run."""
-    from megatron_sp.config.load import load_run
-    from megatron_sp.config.resolve import with_vocab
-
-    run, _ = load_run(flags, 1)
-    return with_vocab(run, run.model.vocab_size)
-
-
-def our_model(shape: Shape, *further: str) -> Any:
-    """Return our model with one layer and weights in bf16 that have no values."""
-    from megatron_sp.model.build import assemble, plan_stages
-    from megatron_sp.model.kernels import choose_kernels
-    from megatron_sp.parallel.mesh import ParallelMesh
-    from megatron_sp.parallel.tensor import TensorRegion
-
-    run = our_run([*our_flags(shape), *further])
-    mesh = ParallelMesh.build(run.parallel)
-    region = TensorRegion.of(mesh, megatron_sp=False)
-    kernels = replace(choose_kernels(run, mesh.device), products_in_fp32=True)  # as torch has them on a GPU
-    return assemble(run, plan_stages(run)[0], mesh, region, torch.bfloat16, kernels)
-
-
-def our_layer(shape: Shape, *further: str) -> Layer:
-    """Return our layer, with further flags."""
-    block = our_model(shape, *further).layers["0"]
-    angles = tuple(torch.empty(1, shape.tokens, 1, shape.width // 2, device=META) for _ in range(2))
-    return lambda x: block(x, angles, (0,))
-
-
-def plain_layer(shape: Shape) -> Layer:
-    """Return the hand-written layer."""
-    from benchmarks.plain_model import Layer as PlainLayer
-
-    with META:
-        layer = PlainLayer(shape.hidden, shape.heads, shape.ffn, shape.kv_heads).bfloat16()
-    cos, sin = shape.angles(torch.bfloat16), shape.angles(torch.bfloat16)
-    return lambda x: layer(x, cos, sin)
-
-
-def transformers_config(shape: Shape, attention: str) -> Any:
-    """Return the configuration of transformers' Llama."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(hidden_size=shape.hidden, num_attention_heads=shape.heads, num_hidden_layers=1,
-                         num_key_value_heads=shape.kv_heads, intermediate_size=shape.ffn, vocab_size=shape.vocab,
-                         max_position_embeddings=shape.tokens)
-    config._attn_implementation = attention
-    return config
-
-
-def transformers_layer(shape: Shape, attention: str) -> Layer:
-    """Return transformers' layer; ``attention``: "eager" or "sdpa"."""
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    with META:
-        layer = LlamaDecoderLayer(transformers_config(shape, attention), 0).bfloat16()
-    angles = (shape.angles(torch.bfloat16), shape.angles(torch.bfloat16))
-    mask = None
-    if attention == "eager":
-        mask = torch.empty(1, 1, shape.tokens, shape.tokens, dtype=torch.bfloat16, device=META)
-    return lambda x: layer(x, attention_mask=mask, position_embeddings=angles)
-
-
-class CausalAttention(torch.nn.Module):
-    """Attention with torchtitan's call signature, for q [b, t, n, d]; its own needs real positions."""
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-def torchtitan_layer(shape: Shape) -> Layer:
-    """Return the layer of torchtitan's Llama 3 with these sizes.
-
-    Raises:
-        ImportError: torchtitan or a package that it needs is not installed.
-    """
-    llama = importlib.import_module("torchtitan.models.llama3")
-    rope = llama.ComplexRoPE.Config(dim=shape.width, max_seq_len=shape.tokens, theta=500000)
-    config, = llama._build_llama3_layers(n_layers=1, dim=shape.hidden, n_heads=shape.heads, n_kv_heads=shape.kv_heads,
-                                         hidden_dim=shape.ffn, rope=rope, attn_backend="varlen")
-    with META:
-        layer = config.build().bfloat16()
-    layer.attention.inner_attention = CausalAttention()
-    return lambda x: layer(x, None)
+from megatron_sp.progress import progress_bar  # noqa: E402
+from megatron_sp.proof.compiled_traffic import counting_backend, described_gpu  # noqa: E402
+from megatron_sp.proof.traffic import Collective, Traffic, gpu_kernels  # noqa: E402
 
 
 def count_layer(shape: Shape, layer: Layer) -> Traffic:
@@ -177,55 +68,19 @@ def count_layer(shape: Shape, layer: Layer) -> Traffic:
     return traffic
 
 
-# ---------------------------------------------------------------- embedding, output layer and loss
+def count_compiled_layer(shape: Shape, make: Callable[[Shape], Layer]) -> Traffic:
+    """Return the traffic of a layer's forward and backward as torch's compiler plans it.
 
-#: Takes tokens, hidden states that the layers return, and labels; returns what backward starts from.
-Ends = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], list[torch.Tensor]]
-
-
-def our_ends(shape: Shape) -> Ends:
-    """Return our embedding, angles, final norm, output layer and loss."""
-    from megatron_sp.model.rotary import rotation
-
-    model = our_model(shape)
-
-    def compute(tokens: torch.Tensor, x: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        positions = torch.empty_like(tokens)
-        rotation(model.config, positions, torch.bfloat16)
-        loss = model.output(model.final_norm(x), None, lambda x, weight: model.loss_sum(labels, x, weight))
-        return [model.embedding(tokens, positions, (0,)), loss]
-
-    return compute
-
-
-def transformers_ends(shape: Shape) -> Ends:
-    """Return the embedding, angles, final norm, output layer and loss of transformers' Llama."""
-    from transformers import LlamaForCausalLM
-
-    with META:
-        model = LlamaForCausalLM(transformers_config(shape, "sdpa")).bfloat16()
-
-    def compute(tokens: torch.Tensor, x: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        model.model.rotary_emb(x, torch.empty_like(tokens))
-        logits = model.lm_head(model.model.norm(x))
-        return [model.model.embed_tokens(tokens), model.loss_function(logits, labels, vocab_size=shape.vocab)]
-
-    return compute
-
-
-def plain_ends(shape: Shape) -> Ends:
-    """Return the embedding, final norm, output layer and loss of the hand-written model."""
-    from benchmarks.plain_model import PlainModel
-
-    with META:
-        model = PlainModel(layers=1, hidden=shape.hidden, heads=shape.heads, ffn=shape.ffn, vocab=shape.vocab,
-                           seq_length=shape.tokens).bfloat16()
-
-    def compute(tokens: torch.Tensor, x: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        logits = model.output(model.norm(x))
-        return [model.embedding(tokens), F.cross_entropy(logits.flatten(0, 1), labels.flatten())]
-
-    return compute
+    Raises:
+        ImportError, AttributeError: this torch lacks a function of its compiler, or the layer cannot be imported.
+    """
+    traffic = Traffic()
+    torch.compiler.reset()
+    with torch.compiler.set_stance("default", force_backend=counting_backend(traffic)), described_gpu():
+        x = shape.hidden_states()
+        torch.autograd.backward(make(shape)(x), torch.empty_like(x))
+    torch.compiler.reset()
+    return traffic
 
 
 def count_ends(shape: Shape, ends: Ends) -> Traffic:
@@ -256,10 +111,10 @@ def count_our_update(layers: int) -> tuple[Traffic, int]:
     tokens = torch.zeros(1, shape.tokens, dtype=torch.int64)
     batch = Microbatch(tokens, tokens, torch.arange(shape.tokens).unsqueeze(0), (0,),
                        shape.tokens)
-    step.update(step.compute_gradients([batch]), scheduler_samples=0)  # makes the optimizer's states
+    step.train([batch], scheduler_samples=0)  # makes the optimizer's states
     loss = step.engine.forward_backward([batch], float(shape.tokens))
     with Traffic() as traffic:
-        step.update(step._reduce(loss, torch.tensor(shape.tokens), 1.0, 1.0, ()), scheduler_samples=0)
+        step._apply(step._reduce(loss, torch.tensor(shape.tokens), 1.0, 1.0, ()))
     return traffic, len(list(step.model.parameters()))
 
 
@@ -280,25 +135,66 @@ def count_plain_update(layers: int) -> tuple[Traffic, int]:
 
 # ---------------------------------------------------------------- the tables
 
+SELECTIVE = ("--recompute-granularity", "selective")
+FULL = tuple("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split())
 LAYERS: dict[str, Callable[[Shape], Layer]] = {
     "ours": our_layer,
-    "ours, --recompute-granularity selective": lambda shape: our_layer(shape, "--recompute-granularity", "selective"),
-    "ours, --recompute-granularity full": lambda shape: our_layer(
-        shape, *"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()),
+    "ours, --recompute-granularity selective": lambda shape: our_layer(shape, *SELECTIVE),
+    "ours, --recompute-granularity full": lambda shape: our_layer(shape, *FULL),
     "plain_model.py": plain_layer,
     "torchtitan": torchtitan_layer,
     "transformers, sdpa": lambda shape: transformers_layer(shape, "sdpa"),
     "transformers, eager attention": lambda shape: transformers_layer(shape, "eager")}
+
+
+def compiled(make: Callable[[Shape], Layer]) -> Callable[[Shape], Layer]:
+    """Return a function that makes the same layer, compiled as a whole."""
+    return lambda shape: torch.compile(make(shape), fullgraph=True, dynamic=False)
+
+
+COMPILED_LAYERS: dict[str, Callable[[Shape], Layer]] = {
+    "ours": lambda shape: our_layer(shape, "--compile"),
+    "ours, --recompute-granularity selective": lambda shape: our_layer(shape, "--compile", *SELECTIVE),
+    "ours, --recompute-granularity full": lambda shape: our_layer(shape, "--compile", *FULL),
+    **{name: compiled(make) for name, make in LAYERS.items() if not name.startswith("ours")}}
 ENDS: dict[str, Callable[[Shape], Ends]] = {
     "ours": our_ends, "plain_model.py": plain_ends, "transformers": transformers_ends}
 UPDATES: dict[str, Callable[[int], tuple[Traffic, int]]] = {
     "ours": count_our_update, "plain_model.py": count_plain_update}
 
 
+#: Layouts whose steps are counted: flags and number of ranks.
+STEPS = {
+    "ZeRO 1, 8 ranks": ("--zero-stage 1", 8),
+    "ZeRO 3, 8 ranks": ("--zero-stage 3", 8),
+    "ZeRO 3 over 4 of 8 ranks": ("--zero-stage 3 --fsdp-size 4", 8),
+    "ZeRO 3, Ulysses 4": ("--zero-stage 3 --ulysses-size 4", 8),
+    "ZeRO 3, ring 4": ("--zero-stage 3 --ring-size 4", 8),
+    "ZeRO 3, tensor 2": ("--zero-stage 3 --tensor-model-parallel-size 2 --sequence-parallel", 8),
+    "all of them, 16 ranks": ("--zero-stage 3 --tensor-model-parallel-size 2 --sequence-parallel --ulysses-size 2 "
+                              "--ring-size 2", 16)}
+
+
 def figures(traffic: Traffic, unit: int) -> dict[str, Any]:
     """Return what the tables and the JSON file show of a traffic; ``unit``: bytes that count as 1."""
     return {"operators": traffic.operators, "matrix_products": traffic.matrix_products, "bytes": traffic.moved,
             "relative": traffic.moved / unit, "bytes_by_operator": dict((traffic.read + traffic.written).most_common())}
+
+
+def count_steps() -> dict[str, Any]:
+    """Count a training step of a small model in several layouts, on rank 0; print the table and return the figures."""
+    found: dict[str, Any] = {}
+    print(f"\na step of 2 microbatches and 2 layers\n{'':<26}{'reads':>6}{'copies':>7}  collectives")
+    for name, (flags, world) in STEPS.items():
+        traffic, copies = count_sharded_step(flags, world), sum(count_step(flags, world).crossings.values())
+        reads = sum(traffic.host_reads.values())
+        calls = {f"{kind} {group}": {"count": count, "bytes": traffic.sent[Collective(kind, group)]}
+                 for (kind, group), count in sorted(traffic.collectives.items())}
+        found[name] = {"host_reads": reads, "copies_to_device": copies, "collectives": calls}
+        for line, (call, figure) in enumerate(calls.items()):
+            start = f"{name:<26}{reads:>6}{copies:>7}" if line == 0 else " " * 39
+            print(f"{start}  {call:<24}{figure['count']:>4} x {figure['bytes'] / figure['count'] / 1e3:>9.1f} KB")
+    return found
 
 
 def show(title: str, found: dict[str, dict[str, Any]]) -> None:
@@ -309,18 +205,31 @@ def show(title: str, found: dict[str, dict[str, Any]]) -> None:
               f"{row['relative']:>10.1f}{row['bytes'] / found['ours']['bytes']:>9.2f}")
 
 
-def measure(shape: Shape, layers: int) -> dict[str, Any]:
+def count_all(what: str, layers: dict[str, Callable[[Shape], Layer]],
+              count: Callable[[Callable[[Shape], Layer]], Traffic], unit: int) -> dict[str, dict[str, Any]]:
+    """Return the figures of all layers that can be made here; name the others."""
+    found = {}
+    for name, make in progress_bar(layers.items(), desc=what, leave=False):
+        try:
+            found[name] = figures(count(make), unit)
+        except (ImportError, AttributeError) as error:
+            print(f"{what}: {name} is left out, because something cannot be imported here: {error}")
+    return found
+
+
+def measure(shape: Shape, layers: int, is_compiled: bool) -> dict[str, Any]:
     """Count everything, print the tables and return the figures."""
     unit = 2 * shape.tokens * shape.hidden
-    found: dict[str, Any] = {"shape": vars(shape), "torch": torch.__version__, "layer": {}, "ends": {}, "update": {}}
-    for name, make in LAYERS.items():
-        try:
-            found["layer"][name] = figures(count_layer(shape, make(shape)), unit)
-        except ImportError as error:
-            print(f"{name} is left out, because it cannot be imported here: {error}")
+    found: dict[str, Any] = {"shape": vars(shape), "torch": torch.__version__, "ends": {}, "update": {}}
+    found["layer"] = count_all("layers", LAYERS, lambda make: count_layer(shape, make(shape)), unit)
+    if is_compiled:
+        found["compiled"] = count_all("compiled layers", COMPILED_LAYERS,
+                                      lambda make: count_compiled_layer(shape, make), unit)
     for name, make_ends in ENDS.items():
         found["ends"][name] = figures(count_ends(shape, make_ends(shape)), unit)
     show("one layer, forward and backward", found["layer"])
+    if found.get("compiled"):
+        show("one layer, forward and backward, compiled", found["compiled"])
     show("embedding, final norm, output layer and loss, forward and backward", found["ends"])
     print(f"\noptimizer step with clipping, {layers} small layers\n"
           f"{'':<42}{'operators':>10}{'parameter tensors':>20}{'for each':>10}")
@@ -369,13 +278,15 @@ def main(argv: list[str]) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
     parser.add_argument("--layers", type=int, default=16, metavar="N",
                         help="layers of the small model of the optimizer step (default: %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="also count the layers as torch.compile makes them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     arguments = parser.parse_args(argv)
     check(arguments)
     shape = Shape(arguments.hidden, arguments.heads, arguments.kv_heads, arguments.ffn, arguments.vocab,
                   arguments.tokens)
     with one_process():
-        found = measure(shape, arguments.layers)
+        found = measure(shape, arguments.layers, arguments.compile)
+    found["steps"] = count_steps()
     if arguments.json:
         with complete_file(arguments.json, "--json") as file:
             file.write(json.dumps(found, indent=1).encode() + b"\n")

@@ -125,6 +125,20 @@ class ColumnParallelLinear(nn.Module):
         return weight[rows], None if bias is None else bias[rows]
 
 
+@torch.library.custom_op("megatron_sp::add_product", mutates_args=("total",), tags=(torch.Tag.flexible_layout,))
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add the product of two matrices to ``total``, in place also in compiled code.
+
+    ``torch.compile`` makes of ``addmm_`` an operator that returns a new tensor. It first copies ``total`` to it.
+    """
+    total.addmm_(a, b)
+
+
+@add_product.register_fake
+def _(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Return nothing; the shape of ``total`` does not change."""
+
+
 class _SumInputGradient(torch.autograd.Function):
     """Returns the results of several products of one x unchanged; backward computes the gradient of x from all.
 
@@ -156,7 +170,7 @@ class _SumInputGradient(torch.autograd.Function):
             if total is None:
                 total = flat @ weight
             elif torch.compiler.is_compiling():
-                total = torch.addmm(total, flat, weight)
+                add_product(total, flat, weight)
             else:
                 total.addmm_(flat, weight)
         assert total is not None

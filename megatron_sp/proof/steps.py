@@ -27,7 +27,7 @@ from megatron_sp.train.checkpoints.state import TrainState
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.signals import StopSignals
-from megatron_sp.train.train_step import StepTotals, TrainStep
+from megatron_sp.train.train_step import StepNumbers, StepTotals, TrainStep
 from megatron_sp.train.trainer import Readers, Trainer
 
 # torch warns for every parameter that gathering whole tensors is slow. A proof gathers them on purpose.
@@ -63,11 +63,12 @@ class ObservedStep(TrainStep):
 
     observers: list[Callable[[StepTotals], None]] = field(default_factory=list)
 
-    def update(self, totals: StepTotals, scheduler_samples: float) -> float:
-        """Call the observers, then update the weights as ``TrainStep`` does."""
-        for observe in self.observers:
-            observe(totals)
-        return super().update(totals, scheduler_samples)
+    def before_update(self, numbers: StepNumbers) -> None:
+        """Call the observers; ``TrainStep`` then updates the weights."""
+        if self.observers:
+            totals = numbers.read()
+            for observe in self.observers:
+                observe(totals)
 
 
 def trainer_without_signals(run: Run, step: TrainStep, readers: Readers, recorder: Recorder) -> Trainer:

@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-MATRIX_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm"})
+MATRIX_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm",
+                             "add_product"})
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention", "_varlen_attn")
 #: Operators that only make or describe memory. Nothing is launched for them.
 FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_",
@@ -42,6 +43,9 @@ FILLS = frozenset({"zero_", "fill_", "copy_", "zeros_like", "ones_like", "full_l
 LOOKUPS = frozenset({"embedding", "index_select", "gather", "index"})
 #: Operators that add to only a part of the tensor that they change: as many elements as their last input has.
 SCATTERS = frozenset({"scatter_add_", "index_add_", "index_put_", "scatter_"})
+#: Operators whose result or its size the host reads from the device, so that it waits. ``tolist`` on a CPU is not seen.
+HOST_READS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select",
+                        "_unique2", "unique_dim", "unique_consecutive", "bincount"})
 COLLECTIVES = {"all_reduce": "all-reduce", "allreduce": "all-reduce", "all_gather": "all-gather",
                "allgather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
                "alltoall": "all-to-all", "send": "send", "recv": "receive", "broadcast": "broadcast",
@@ -79,6 +83,8 @@ class Traffic(TorchDispatchMode):
         read, written: bytes that operators other than matrix products and attention read and write, by operator.
         collectives: how often each collective ran.
         sent: bytes of the whole tensor of each collective: its size before a reduce-scatter, and after an all-gather.
+        host_reads: operators that make the host wait until the device has computed a value. Operators of CPU tensors
+            are counted too, because a CPU run stands for a run on a GPU.
         crossings: operators that copy between host and device. On the "meta" device a read of a value by the host is
             an error, and ``torch.tensor(numbers, device="meta")`` copies nothing and is not seen.
     """
@@ -91,6 +97,7 @@ class Traffic(TorchDispatchMode):
         self.written: Counter[str] = Counter()
         self.collectives: Counter[Collective] = Counter()
         self.sent: Counter[Collective] = Counter()
+        self.host_reads: Counter[str] = Counter()
         self.crossings: Counter[str] = Counter()
         self.is_paused = False
 
@@ -119,6 +126,8 @@ class Traffic(TorchDispatchMode):
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         namespace, _, name = func._schema.name.partition("::")
+        if reads_on_host(name, args, kwargs):
+            self.host_reads[name] += 1
         if crosses(name, args, result):
             self.crossings[name] += 1
         if name in FREE or func.is_view or namespace == "prim":
@@ -162,6 +171,15 @@ class Traffic(TorchDispatchMode):
             yield
         finally:
             self.is_paused = before
+
+
+def reads_on_host(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the host waits for a value that the device computes."""
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # by a mask: as many as its true elements
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+    if name == "repeat_interleave":  # the result has as many elements as the sum of the repeats, a tensor
+        return kwargs.get("output_size") is None
+    return name in HOST_READS
 
 
 def crosses(name: str, args: tuple[Any, ...], result: Any) -> bool:
@@ -214,6 +232,11 @@ class _FusedRMSNorm(torch.autograd.Function):
         return None, dx, dw
 
 
+def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **how: Any) -> torch.Tensor:
+    """Compute ``F.scaled_dot_product_attention`` with the operator that a GPU has for it; takes grouped heads."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+
 @contextlib.contextmanager
 def gpu_kernels(traffic: Traffic) -> Iterator[None]:
     """Count RMSNorm and attention as torch computes them on a GPU: one kernel forward, one backward.
@@ -227,12 +250,9 @@ def gpu_kernels(traffic: Traffic) -> Iterator[None]:
         assert weight is not None and weight.dtype == x.dtype, "a GPU would compute this norm with many operators"
         return _FusedRMSNorm.apply(traffic, x, weight)
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **how: Any) -> torch.Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-
     library = torch.library.Library("aten", "IMPL")
     library.impl("rms_norm", rms_norm, "AutogradMeta")
-    library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
+    library.impl("scaled_dot_product_attention", flash_attention, "AutogradMeta")
     try:
         yield
     finally:

@@ -12,8 +12,8 @@ GPU the time of a step with many small tensors is the time to launch its kernels
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,28 @@ from megatron_sp.parallel.pipeline import own_parameters
 CLIP_EPSILON = 1e-6
 
 
+class GradientScale(NamedTuple):
+    """What an update does with the gradients, as numbers on the device of the weights; the host need not know them.
+
+    Attributes:
+        factor: fp64 scalar that the gradients are multiplied by before use.
+        skip: fp32 scalar, 1 where the update must change no weight and no state, else 0.
+    """
+
+    factor: torch.Tensor
+    skip: torch.Tensor
+
+    def arguments(self, grads: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the arguments with which torch's fused optimizers apply it; gradients in fp64 are scaled here.
+
+        The fused optimizers divide by an fp32 number, whose rounding fp64 must not have.
+        """
+        if grads and grads[0].dtype == torch.float64:
+            torch._foreach_mul_(list(grads), torch.where(self.skip > 0, 1.0, self.factor))
+            return {"found_inf": self.skip}
+        return {"grad_scale": self.factor.reciprocal().float(), "found_inf": self.skip}
+
+
 class AdamW(torch.optim.AdamW):
     """torch's fused AdamW, computed on this rank's elements of DTensors as on plain tensors.
 
@@ -39,18 +61,21 @@ class AdamW(torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None, *,  # type: ignore[override]
+             scale: GradientScale | None = None) -> None:
         """Update the weights that have a gradient, with one fused operator for each parameter group."""
         assert closure is None
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(p) for p in params]
             beta1, beta2 = group["betas"]
-            adamw(_local_parts(params), _local_parts(p.grad for p in params),
+            grads = _local_parts(p.grad for p in params)
+            adamw(_local_parts(params), grads,
                   _local_parts(state["exp_avg"] for state in states),
                   _local_parts(state["exp_avg_sq"] for state in states), [], [state["step"] for state in states],
                   fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-                  weight_decay=group["weight_decay"], eps=group["eps"])
+                  weight_decay=group["weight_decay"], eps=group["eps"],
+                  **(scale.arguments(grads) if scale else {}))
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[parameter]
@@ -64,7 +89,8 @@ class SGD(torch.optim.SGD):
     """torch's fused SGD, computed on this rank's elements of DTensors as on plain tensors; see ``AdamW``."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None, *,  # type: ignore[override]
+             scale: GradientScale | None = None) -> None:
         """Update the weights that have a gradient, with one fused operator for each parameter group."""
         assert closure is None
         for group in self.param_groups:
@@ -72,9 +98,10 @@ class SGD(torch.optim.SGD):
             momenta: list[Any] = [None] * len(params)
             if group["momentum"]:
                 momenta = _local_parts(self._momentum_of(p) for p in params)
-            sgd(_local_parts(params), _local_parts(p.grad for p in params), momenta, fused=True, lr=group["lr"],
+            grads = _local_parts(p.grad for p in params)
+            sgd(_local_parts(params), grads, momenta, fused=True, lr=group["lr"],
                 weight_decay=group["weight_decay"], momentum=group["momentum"], dampening=0.0, nesterov=False,
-                maximize=False)
+                maximize=False, **(scale.arguments(grads) if scale else {}))
 
     def _momentum_of(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
@@ -96,7 +123,7 @@ def _local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [local_part(tensor) for tensor in tensors]
 
 
-def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(run: Run, model: nn.Module) -> AdamW | SGD:
     """Return AdamW or SGD with weight decay on matrices only, not on biases and norm weights.
 
     Each parameter group has an entry ``decay``, which tells the schedule whether to set the group's weight decay.

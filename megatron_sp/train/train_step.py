@@ -17,6 +17,10 @@ from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.train.forward_backward import Engine, PipelineEngine, build_engine
 from megatron_sp.train.health.loss_scale import LossScaler
 from megatron_sp.train.optimizer import (
+    CLIP_EPSILON,
+    SGD,
+    AdamW,
+    GradientScale,
     build_optimizer,
     clip_factor,
     num_zeros,
@@ -65,6 +69,38 @@ class StepTotals(NamedTuple):
         return self.has_labels and self.is_finite
 
 
+class StepNumbers(NamedTuple):
+    """``StepTotals`` on the device, where the host has not waited for them yet.
+
+    Attributes:
+        on_device: fp64 numbers, the same on every rank: valid tokens, and sums over all ranks in the order in which
+            ``read`` takes them.
+        loss_scale: see ``StepTotals``.
+    """
+
+    on_device: torch.Tensor
+    loss_scale: float
+
+    def read(self) -> StepTotals:
+        """Wait until the device has computed the numbers, and return them."""
+        num_valid, loss_sum, squared_gradients, zeros, squared_weights, attention, *sums = self.on_device.tolist()
+        return StepTotals(
+            loss=loss_sum / self.loss_scale if num_valid else math.nan,
+            grad_norm=math.sqrt(squared_gradients) / self.loss_scale, num_valid=round(num_valid),
+            loss_scale=self.loss_scale, num_zeros=zeros, params_norm=math.sqrt(squared_weights), votes=tuple(sums),
+            attention_share=attention)
+
+    def gradient_scale(self, clip: float) -> GradientScale:
+        """Return what the update does with the gradients: as ``StepTotals`` and ``clip_factor`` say, on the device."""
+        num_valid, loss, squares = self.on_device[:3]
+        factor = torch.full_like(squares, 1 / self.loss_scale)
+        if clip > 0:
+            factor *= (clip / (squares.sqrt() / self.loss_scale + CLIP_EPSILON)).clamp(max=1.0)
+        # Without a valid token the loss is 0. The sum of finite numbers is finite unless it overflows fp64.
+        allowed = (loss + squares).isfinite() & (num_valid > 0)
+        return GradientScale(factor, (~allowed).float())
+
+
 @dataclass(frozen=True)
 class TrainStep:
     """What one training step is made of, and its two halves.
@@ -81,7 +117,10 @@ class TrainStep:
     batch, times ``totals.loss_scale``, summed over all ranks and not clipped. Where the parameter is a DTensor the
     gradient has the same placements, so ``parameter.grad.full_tensor()`` is the whole gradient.
 
-    All ranks call both methods, because both communicate.
+    ``train`` makes a step as a whole. It updates the weights before the host has read any number of the step, so that
+    a GPU does not wait for the host in between. The results are the same.
+
+    All ranks call these methods, because they communicate.
 
     Attributes:
         model: the model, or this rank's pipeline stages of it.
@@ -100,7 +139,7 @@ class TrainStep:
     model: nn.Module
     mesh: ParallelMesh
     engine: Engine | PipelineEngine
-    optimizer: torch.optim.Optimizer
+    optimizer: AdamW | SGD
     schedule: Schedule
     scaler: LossScaler
     timers: Timers
@@ -134,6 +173,12 @@ class TrainStep:
         Raises:
             TrainingError: a parameter got no gradient.
         """
+        numbers = self._add_gradients(microbatches, votes)
+        with self.timers("optimizer"):
+            return numbers.read()
+
+    def _add_gradients(self, microbatches: Sequence[Microbatch], votes: Callable[[], Sequence[float]]) -> StepNumbers:
+        """Do what ``compute_gradients`` does, without waiting for the numbers."""
         scale = self.scaler.scale
         with self.timers("forward-backward"):
             # ``full`` is a kernel. A copy of a Python number would wait until the device has finished the last step.
@@ -153,10 +198,8 @@ class TrainStep:
         return sum(found) / len(found)
 
     def _reduce(self, loss: torch.Tensor, valid: torch.Tensor, scale: float, attention_share: float,
-                votes: Sequence[float]) -> StepTotals:
+                votes: Sequence[float]) -> StepNumbers:
         """Sum this step's numbers over all ranks in one reduction. Every decision is taken from its result.
-
-        The host reads them from the device at once; it waits for the device nowhere else in the step.
 
         Args:
             valid: the valid tokens of the global batch, summed over the ranks before.
@@ -170,12 +213,45 @@ class TrainStep:
             squared_norm(self.model, self.mesh, of_gradients=False) if self.measures_weights else zero,
             zero + attention_share / self.mesh.size("world"),
             *(zero + vote for vote in votes)])
-        numbers = torch.cat((valid.double().view(1), self.mesh.sum_over(shares, "world")))
-        num_valid, loss_sum, squared_gradients, zeros, squared_weights, attention, *sums = numbers.tolist()
-        return StepTotals(
-            loss=loss_sum / scale if num_valid else math.nan, grad_norm=math.sqrt(squared_gradients) / scale,
-            num_valid=round(num_valid), loss_scale=scale, num_zeros=zeros, params_norm=math.sqrt(squared_weights),
-            votes=tuple(sums), attention_share=attention)
+        return StepNumbers(torch.cat((valid.double().view(1), self.mesh.sum_over(shares, "world"))), scale)
+
+    def train(self, microbatches: Sequence[Microbatch], scheduler_samples: float,
+              votes: Callable[[], Sequence[float]] = tuple,
+              look: Callable[[StepTotals], None] = lambda totals: None) -> tuple[StepTotals, float]:
+        """Compute the gradients of a global batch and update the weights, as the two other methods do.
+
+        The device decides by itself whether it updates the weights. The host launches the update, and then waits for
+        the numbers of the step, once.
+
+        Args:
+            microbatches, votes: see ``compute_gradients``.
+            scheduler_samples: see ``update``.
+            look: called with the totals before the gradients are cleared. Where no weight was updated, the parameters
+                still hold their gradients; otherwise the gradients may be clipped or not.
+
+        Returns:
+            the totals and the learning rate of the step
+        """
+        numbers = self._add_gradients(microbatches, votes)
+        self.before_update(numbers)
+        with self.timers("optimizer"):
+            learning_rate = self.schedule.apply(self.optimizer, scheduler_samples)
+            self._apply(numbers)
+            totals = numbers.read()
+        look(totals)
+        self._finish(totals)
+        return totals, learning_rate
+
+    def before_update(self, numbers: StepNumbers) -> None:
+        """Do nothing. A subclass can look at the gradients of a step here, before ``train`` updates the weights."""
+
+    def _apply(self, numbers: StepNumbers) -> None:
+        """Update the weights if the numbers allow it, without knowing them."""
+        scale = numbers.gradient_scale(self.clip_grad)
+        place = next(self.model.parameters()).device
+        if place != self.mesh.device:  # offloaded weights are updated by the host, which has to wait
+            scale = GradientScale(*(number.to(place) for number in scale))
+        self.optimizer.step(scale=scale)
 
     def update(self, totals: StepTotals, scheduler_samples: float) -> float:
         """Update the weights with the gradients they hold, then clear the gradients.
@@ -194,7 +270,12 @@ class TrainStep:
             if totals.allows_update:
                 scale_gradients(self.model, clip_factor(totals.grad_norm, self.clip_grad) / totals.loss_scale)
                 self.optimizer.step()
+        self._finish(totals)
+        return learning_rate
+
+    def _finish(self, totals: StepTotals) -> None:
+        """Clear the gradients and adapt the loss scale."""
+        with self.timers("optimizer"):
             self.optimizer.zero_grad()
             if totals.has_labels or not totals.is_finite:
                 self.scaler.update(overflow=not totals.is_finite)
-        return learning_rate

@@ -208,14 +208,8 @@ class Trainer:
             assert self.readers.train is not None
             batches = self.readers.train.read(first, count, self.run.train.micro_batch_size)
             local = [batch.to(self.mesh.device) for batch in batches]      # each holds this rank's s/sp tokens
-        totals = self.step.compute_gradients(local, votes=self._stop_votes)
-        if not totals.is_finite:
-            self._say_if_any(self.failures.count_failed_step(
-                totals.loss, totals.grad_norm,
-                lambda: describe_failure(self.model, self.step.engine.microbatch_losses)))
-        elif not totals.has_labels:
-            self._say_if_any(self.failures.count_unlabelled_step(first, count))
-        learning_rate = self.step.update(totals, state.scheduler_samples)
+        totals, learning_rate = self.step.train(local, state.scheduler_samples, self._stop_votes,
+                                                lambda totals: self._note_failure(totals, first, count))
         state.advance(samples, samples * self.run.data.seq_length, updated=totals.allows_update,
                       failed=not totals.is_finite)
         self._note_stop(totals)
@@ -228,6 +222,15 @@ class Trainer:
             step_time=time.perf_counter() - start, num_valid=totals.num_valid, loss_scale=totals.loss_scale,
             skipped=not totals.is_finite and dynamic, nan=not totals.is_finite and not dynamic,
             extra=self._extra(totals), attention_share=totals.attention_share)
+
+    def _note_failure(self, totals: StepTotals, first: int, count: int) -> None:
+        """Count a step that updates no weight, and say why; ``first``, ``count``: the sequences of its batch."""
+        if not totals.is_finite:
+            self._say_if_any(self.failures.count_failed_step(
+                totals.loss, totals.grad_norm,
+                lambda: describe_failure(self.model, self.step.engine.microbatch_losses)))
+        elif not totals.has_labels:
+            self._say_if_any(self.failures.count_unlabelled_step(first, count))
 
     def _give_up(self, error: str) -> NoReturn:
         """End the run with an error on all ranks.

@@ -1,15 +1,16 @@
-"""A step gathers weights and sums gradients as often as the table in ``parallel/zero.py`` says, whatever the batch."""
+"""A step gathers weights and sums gradients as often as the table in ``parallel/zero.py`` says, whatever the batch.
+
+Nor does the host read a value while it launches the step. It reads the numbers at its end, which is not seen on a CPU.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
-
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.proof.data import batch, local_microbatches
+from megatron_sp.proof.traffic import Traffic
 from megatron_sp.train.train_step import TrainStep
 from tests.helpers.configs import tiny_run
 from tests.helpers.spawn import RunRanks
@@ -19,26 +20,12 @@ LAYERS = 2
 MODEL = (f"--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm "
          "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
          "--micro-batch-size 1 --seq-length 16 --no-shared-memory ")
-KINDS = {"_allgather_base_": "gathers", "_reduce_scatter_base_": "scatters", "allreduce_": "sums",
-         "send": "sent", "recv_": "received"}
+KINDS = {"all-gather": "gathers", "reduce-scatter": "scatters", "all-reduce": "sums", "send": "sent",
+         "receive": "received"}
 #: Units that FSDP gathers: the layers, the embedding, the output layer with the norm before it.
 UNITS = LAYERS + 2
 #: Sums of a few numbers in every step: valid tokens, and the loss with the gradient norm.
 NUMBERS = 2
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the calls of torch's collectives by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            name = function._schema.name.split("::")[1]
-            self.counts[KINDS.get(name, name)] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def count(cases: list[str]) -> list[dict[str, int]]:
@@ -50,9 +37,12 @@ def count(cases: list[str]) -> list[dict[str, int]]:
         step = TrainStep.build(run, build_model(run, mesh), mesh)
         microbatches = local_microbatches(run, mesh, *batch(run))
         for _ in range(2):
-            with Collectives() as collectives:
+            with Traffic() as traffic:
                 step.update(step.compute_gradients(microbatches), 0)
-        found.append(dict(collectives.counts))
+        counts = Counter({"reads": sum(traffic.host_reads.values())})
+        for (kind, _), calls in traffic.collectives.items():
+            counts[KINDS.get(kind, kind)] += calls
+        found.append(dict(+counts))
         mesh.destroy()
     return found
 
@@ -81,6 +71,7 @@ def test_collectives_of_a_step(ranks: RunRanks) -> None:
     crossing, unit = {"sent": 3, "received": 3}, UNITS // 2
     sharded = {"gathers": unit, "scatters": unit, "sums": NUMBERS} | crossing
     expected |= {pipeline[0]: {"sums": NUMBERS + 1} | crossing, pipeline[1]: sharded, pipeline[2]: sharded}
+    # An entry "reads" would be one too many.
     for rank, of_rank in enumerate(ranks(count, WORLD, [*expected, pipeline[3]])):
         assert dict(zip(expected, of_rank)) == expected
         assert of_rank[-1] == sharded | {"gathers": 7 if rank < 2 else 5}

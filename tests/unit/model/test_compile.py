@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from benchmarks.fake_ranks import LLAMA, fake_group
 from megatron_sp.config.load import load_run
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
-from tests.helpers.fake_ranks import LLAMA, fake_group
+from megatron_sp.parallel.tensor import products
 
 slow = pytest.mark.slow
 
@@ -47,3 +48,20 @@ def test_layers_and_microbatches_share_one_compilation(flags: str, world: int) -
             model(tokens, positions, sample_ids, labels=tokens).sum().backward()
     assert dict(counters["frames"]) == {"total": 1, "ok": 1}
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_compiled_products_add_the_gradients_of_their_input() -> None:
+    """In compiled code they are added by an operator of ours."""
+    x, weights = torch.randn(2, 3, 8, dtype=torch.float64), [torch.randn(n, 8, dtype=torch.float64) for n in (4, 6, 2)]
+
+    def gradients(function: Callable[..., tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+        leaves = [y.clone().requires_grad_() for y in (x, *weights)]
+        results = function(leaves[0], *((weight, None) for weight in leaves[1:]))
+        torch.autograd.backward(results, [torch.ones_like(y) * (1 + n) for n, y in enumerate(results)])
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        compiled = gradients(torch.compile(products, fullgraph=True))
+    torch.testing.assert_close(compiled, gradients(products), rtol=1e-12, atol=1e-12)
+    expected = sum((1 + n) * torch.ones(2, 3, len(w), dtype=torch.float64) @ w for n, w in enumerate(weights))
+    torch.testing.assert_close(compiled[0], expected, rtol=1e-12, atol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -37,3 +38,18 @@ def test_operators_of_a_layer_are_bounded(counts: dict[str, Traffic]) -> None:
 def test_gradients_of_the_input_are_added_inside_products(counts: dict[str, Traffic]) -> None:
     """Two additions of the residual branches forward, two backward; q, k, v, gate and up need none."""
     assert counts["ours"].launched["add"] == 4 and counts["ours"].launched["addmm_"] == 3
+
+
+@pytest.mark.slow
+def test_our_compiled_layer_moves_fewer_bytes_than_other_compiled_layers() -> None:
+    """With 1024 tokens or more the compiler splits sums over tokens as it does with many."""
+    shape = replace(SHAPE, tokens=1024)
+    with program.one_process():
+        found = {name: program.count_compiled_layer(shape, program.COMPILED_LAYERS[name])
+                 for name in ("ours", "ours, --recompute-granularity full", "plain_model.py", "transformers, sdpa")}
+    ours = found["ours"]
+    assert ours.matrix_products == 21 and ours.launched["add_product"] == 3
+    assert not [name for name in ours.launched if "copy" in name]
+    assert ours.moved < 0.9 * min(found["plain_model.py"].moved, found["transformers, sdpa"].moved)
+    assert ours.operators <= 36
+    assert found["ours, --recompute-granularity full"].moved < 1.4 * ours.moved

@@ -89,3 +89,14 @@ def test_numbers_are_no_copies() -> None:
     with Traffic() as traffic:
         (x * 2.0 + torch.tensor(3.0)).sum() + torch.full((), 2.0, device=x.device)
     assert not traffic.crossings
+
+
+@pytest.mark.parametrize(("compute", "reads"), [
+    (lambda x: x.sum().item(), 1), (lambda x: bool((x > 0).any()), 1), (lambda x: (x > 0).nonzero(), 1),
+    (lambda x: x[x > 0], 1), (lambda x: torch.equal(x, x), 1), (lambda x: x.repeat_interleave(x.long()), 1),
+    (lambda x: x.repeat_interleave(2), 0), (lambda x: x[torch.tensor([0, 1])], 0),
+    (lambda x: torch.where(x > 0, x, 0.0), 0), (lambda x: x.masked_fill(x > 0, 1.0), 0)])
+def test_reads_by_the_host(compute, reads: int) -> None:  # type: ignore[no-untyped-def]
+    with Traffic() as traffic:
+        compute(torch.ones(3))
+    assert sum(traffic.host_reads.values()) == reads

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.fake_ranks import count_sharded_step, count_step
 from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.parallel.random import Dropout
-from tests.helpers.fake_ranks import count_step
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megatron_sp"
 LAYOUTS = {
@@ -39,6 +39,18 @@ LAYOUTS = {
 def test_no_read_and_no_copy(layout: str) -> None:
     traffic = count_step(*LAYOUTS[layout])  # a read would be an error, because there is nothing to read
     assert traffic.operators > 100 and not traffic.crossings
+
+
+@pytest.mark.parametrize(("flags", "world"), [
+    ("--zero-stage 3 --fsdp-size 2 --bf16 --tensor-model-parallel-size 2 --sequence-parallel", 8),
+    pytest.param("--zero-stage 0", 4, marks=pytest.mark.slow),
+    pytest.param("--zero-stage 1 --bf16", 4, marks=pytest.mark.slow),
+    pytest.param("--zero-stage 2 --ulysses-size 2 --ring-size 2 --recompute-granularity selective", 4,
+                 marks=pytest.mark.slow)])
+def test_no_read_with_weights_split_over_ranks(flags: str, world: int) -> None:
+    """FSDP brings hooks of its own. A whole step reads once, with ``tolist``, which is not seen on a CPU."""
+    traffic = count_sharded_step(flags, world)
+    assert traffic.collectives and not traffic.host_reads
 
 
 @pytest.mark.parametrize(("flags", "mask"), [

@@ -13,11 +13,12 @@ from torch import nn
 
 from megatron_sp.config.schema import Optimizer, Precision, Run, Schedule, Train
 from megatron_sp.layout.masks.attention_mask import CAUSAL
+from megatron_sp.proof.traffic import Traffic
 from megatron_sp.train.health.loss_scale import LossScaler
 from megatron_sp.train.optimizer import build_optimizer
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.schedule import Schedule as RateSchedule
-from megatron_sp.train.train_step import TrainStep
+from megatron_sp.train.train_step import StepNumbers, StepTotals, TrainStep
 
 #: The gradient of the sum of the losses, of norm 5. With 10 valid tokens the gradient of their mean has norm 0.5.
 SUMMED = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
@@ -44,7 +45,7 @@ class FixedGradient:
         self.weight, self.factor = weight, factor
 
     def forward_backward(self, microbatches: Sequence[Any], denominator: torch.Tensor) -> torch.Tensor:
-        self.weight.grad = self.factor * SUMMED / denominator
+        self.weight.grad = (self.factor * SUMMED / denominator).to(self.weight.dtype)
         return 20.0 / denominator
 
 
@@ -125,3 +126,62 @@ def test_votes_are_taken_after_backward_and_summed_in_the_same_reduction() -> No
 
     assert step.compute_gradients(batch(), votes).votes == (1.0, 0.0)
     assert weight is not None
+
+
+# ---------------------------------------------------------------- a step as a whole
+
+def states_of(step: TrainStep) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for state in step.optimizer.state.values() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("clip", [0.0, 0.25, 9.0])
+@pytest.mark.parametrize("scale, dtype, rtol", [(0.0, torch.float32, 1e-6), (-1.0, torch.float32, 1e-6),
+                                                (0.0, torch.float64, 1e-14)])
+def test_a_whole_step_does_what_its_halves_do(kind: str, clip: float, scale: float, dtype: torch.dtype,
+                                              rtol: float) -> None:
+    """In fp32 the gradients are divided instead of multiplied by the reciprocal, which rounds differently."""
+    whole, halves = step_of(kind, clip, scale), step_of(kind, clip, scale)
+    for step in (whole, halves):
+        step.model.to(dtype)
+    for samples in range(3):
+        totals = halves.compute_gradients(batch())
+        assert whole.train(batch(), samples) == (totals, halves.update(totals, samples))
+    assert not torch.equal(weight_of(whole), START.to(dtype))
+    torch.testing.assert_close(weight_of(whole), weight_of(halves), rtol=rtol, atol=0)
+    torch.testing.assert_close(states_of(whole), states_of(halves), rtol=rtol, atol=0)
+    assert whole.scaler.state_dict() == halves.scaler.state_dict()
+    assert next(whole.model.parameters()).grad is None
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("factor, num_valid, new_scale", [(math.inf, 10, 4.0), (math.nan, 10, 4.0), (0.0, 0, 8.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_device_skips_what_the_host_would_skip(kind: str, factor: float, num_valid: int, new_scale: float,
+                                                   dtype: torch.dtype) -> None:
+    """Weights, momenta and step counts stay as an ordinary step left them. Gradients can be looked at and described."""
+    step, seen = step_of(kind, clip=1.0, scale=-1.0), []
+    step.model.to(dtype)
+    step.train(batch(), 0)
+    weight, states = weight_of(step).clone(), states_of(step)
+    cast(Any, step.engine).factor = factor
+
+    def look(totals: StepTotals) -> None:
+        gradient = next(step.model.parameters()).grad
+        assert gradient is not None
+        seen.append((totals.allows_update, bool(gradient.isfinite().all())))
+
+    step.train(batch(num_valid), 1, look=look)
+    assert seen == [(False, factor == 0.0)]
+    assert torch.equal(weight_of(step), weight) and step.scaler.scale == new_scale
+    torch.testing.assert_close(states_of(step), states, rtol=0, atol=0)
+
+
+def test_the_weights_are_updated_before_the_host_reads_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, weights = step_of("adam"), []
+    read = StepNumbers.read
+    monkeypatch.setattr(StepNumbers, "read", lambda numbers: weights.append(weight_of(step).clone()) or read(numbers))
+    with Traffic() as traffic:
+        step.train(batch(), 0)
+    assert len(weights) == 1 and not torch.equal(weights[0], START) and torch.equal(weights[0], weight_of(step))
+    assert not traffic.host_reads
