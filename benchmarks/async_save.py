@@ -62,7 +62,7 @@ def build(arguments: argparse.Namespace, environment: runtime.Environment) -> tu
                        (0,), length).to(device)
 
     def train() -> None:
-        step.update(step.compute_gradients([batch]), scheduler_samples=0)
+        step.train([batch], scheduler_samples=0)
 
     sync, background = (Saver(arguments.directory, step.model, step.optimizer, run, group)
                         for group in (None, mesh.new_background_group()))

@@ -86,8 +86,7 @@ class Program:
                              generator=torch.Generator().manual_seed(0))
         batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions.unsqueeze(0),
                            (0,), len(positions))
-        totals = self.whole_step.compute_gradients([batch])
-        self.whole_step.update(totals, scheduler_samples=0)
+        self.whole_step.train([batch], scheduler_samples=0)
 
 
 def memory_of(length: int, chunk: int) -> dict[str, float]:

@@ -66,8 +66,8 @@ def batch_of(run: Run, mesh: ParallelMesh, mask: AttentionMask = CAUSAL) -> Micr
 def counter(mesh: ParallelMesh) -> Traffic:
     """Return a counter that names the process groups of a mesh; where two axes have the same ranks, after the last."""
     names = ("world", "fsdp", "dp", "sp", "pp", "ring", "ulysses", "tp")
-    weights = {mesh.weights[axis].get_group().group_name: f"weights' {axis}" for axis in ("replicate", "shard")}
-    return Traffic(weights | {mesh.group(name).group_name: name for name in names})
+    called = {str(mesh.weights[axis].get_group().group_name): f"fsdp, {axis}" for axis in ("replicate", "shard")}
+    return Traffic(called | {str(mesh.group(name).group_name): name for name in names})
 
 
 def count_step(flags: str, world: int, *, layers: int = 2, microbatches: int = 2,
@@ -96,7 +96,7 @@ def count_sharded_step(flags: str, world: int, *, layers: int = 2, microbatches:
         mesh = ParallelMesh.build(run.parallel)
         step = TrainStep.build(run, build_model(run, mesh), mesh)
         batches = [batch_of(run, mesh)] * microbatches
-        step.update(step.compute_gradients(batches), scheduler_samples=0)
+        step.train(batches, scheduler_samples=0)
         with counter(mesh) as traffic:
-            step.update(step.compute_gradients(batches), scheduler_samples=0)
+            step.train(batches, scheduler_samples=0)
     return traffic

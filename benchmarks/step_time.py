@@ -100,8 +100,7 @@ def our_step(length: int, rank: int, world: int, zero_stage: int, store: str) ->
                       (0,), len(positions))
 
     def step() -> float:
-        totals = whole_step.compute_gradients([mine])
-        whole_step.update(totals, scheduler_samples=0)
+        totals, _ = whole_step.train([mine], scheduler_samples=0)
         return totals.loss
 
     return step

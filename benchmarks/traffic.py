@@ -276,7 +276,7 @@ def main(argv: list[str]) -> int:
             ("ffn", 14336, "width of the feed-forward layer"), ("vocab", 128256, "vocabulary"),
             ("tokens", 8192, "tokens of the sequence")):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
-    parser.add_argument("--layers", type=int, default=16, metavar="N",
+    parser.add_argument("--layers", type=int, default=32, metavar="N",
                         help="layers of the small model of the optimizer step (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="also count the layers as torch.compile makes them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")

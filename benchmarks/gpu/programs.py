@@ -85,7 +85,7 @@ def our_step(run: Run, device: torch.device) -> Step:
     microbatches = [batch] * (run.train.global_batch_size // run.parallel.dp)
 
     def step() -> None:
-        whole.update(whole.compute_gradients(microbatches), scheduler_samples=0)
+        whole.train(microbatches, scheduler_samples=0)
 
     return step
 

@@ -128,6 +128,7 @@ def kernels_of(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Kerne
 
     graph = copy.deepcopy(graph)  # the graph that runs stays on "meta"
     mode = detect_fake_mode(inputs)
+    assert mode is not None  # the compiler traces with tensors without values
     with torch.no_grad(), mode, V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
         # The passes over the graph leave "meta" alone, and they run in-place operators, which ask a GPU.
         there = _move(graph, inputs, torch.device("cpu"))

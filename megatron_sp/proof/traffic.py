@@ -34,7 +34,7 @@ ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", 
 #: Operators that only make or describe memory. Nothing is launched for them.
 FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_",
                   "resize_", "record_stream", "is_pinned", "lift_fresh", "wait_tensor", "_wrap_tensor_autograd",
-                  "_local_scalar_dense"})
+                  "_local_scalar_dense", "_record_function_enter_new", "_record_function_exit"})
 #: Operators that write a tensor whose old values they do not read.
 FILLS = frozenset({"zero_", "fill_", "copy_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
                    "new_full", "zeros", "ones", "full", "uniform_", "normal_", "random_",

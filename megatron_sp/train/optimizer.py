@@ -11,6 +11,7 @@ GPU the time of a step with many small tensors is the time to launch its kernels
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -31,25 +32,27 @@ CLIP_EPSILON = 1e-6
 
 
 class GradientScale(NamedTuple):
-    """What an update does with the gradients, as numbers on the device of the weights; the host need not know them.
+    """What an update does with the gradients, as scalars on the device of the weights; the host need not know them.
 
     Attributes:
-        factor: fp64 scalar that the gradients are multiplied by before use.
-        skip: fp32 scalar, 1 where the update must change no weight and no state, else 0.
+        divisor: fp64; the gradients are divided by it before use.
+        rounded: the divisor in fp32.
+        skip: fp32; 1 where the update must change no weight and no state, else 0.
     """
 
-    factor: torch.Tensor
+    divisor: torch.Tensor
+    rounded: torch.Tensor
     skip: torch.Tensor
 
-    def arguments(self, grads: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the arguments with which torch's fused optimizers apply it; gradients in fp64 are scaled here.
+    def arguments(self, grads: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Return the arguments with which torch's fused optimizers apply it; gradients in fp64 are divided here.
 
-        The fused optimizers divide by an fp32 number, whose rounding fp64 must not have.
+        The fused optimizers divide by an fp32 number, which is not exact enough for fp64.
         """
         if grads and grads[0].dtype == torch.float64:
-            torch._foreach_mul_(list(grads), torch.where(self.skip > 0, 1.0, self.factor))
+            torch._foreach_div_(list(grads), torch.where(self.skip > 0, 1.0, self.divisor))
             return {"found_inf": self.skip}
-        return {"grad_scale": self.factor.reciprocal().float(), "found_inf": self.skip}
+        return {"grad_scale": self.rounded, "found_inf": self.skip}
 
 
 class AdamW(torch.optim.AdamW):
@@ -173,10 +176,10 @@ def squared_norm(model: nn.Module, mesh: ParallelMesh, *, of_gradients: bool = T
         value = p.grad if of_gradients else p
         assert value is not None
         by_copies.setdefault(num_copies(p, mesh), []).append(local_part(value))
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for copies, tensors in by_copies.items():
-        total += (_squared_norm_of(tensors) / copies).to(total.device)  # offloaded tensors are on the CPU
-    return total
+    parts = [_squared_norm_of(tensors) if copies == 1 else _squared_norm_of(tensors) / copies
+             for copies, tensors in by_copies.items()]
+    total = functools.reduce(torch.add, parts) if parts else torch.zeros((), dtype=torch.float64)
+    return total.to(mesh.device)  # offloaded tensors are on the CPU
 
 
 def _squared_norm_of(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -184,7 +187,8 @@ def _squared_norm_of(tensors: list[torch.Tensor]) -> torch.Tensor:
 
     On a CPU torch adds squares in fp32 one after another, with a relative error of 1e-3 at 3e7 elements.
     """
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square().sum()
+    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
+    return norms.dot(norms)
 
 
 def num_zeros(model: nn.Module, mesh: ParallelMesh) -> torch.Tensor:

@@ -91,14 +91,18 @@ class StepNumbers(NamedTuple):
             attention_share=attention)
 
     def gradient_scale(self, clip: float) -> GradientScale:
-        """Return what the update does with the gradients: as ``StepTotals`` and ``clip_factor`` say, on the device."""
-        num_valid, loss, squares = self.on_device[:3]
-        factor = torch.full_like(squares, 1 / self.loss_scale)
+        """Return what the update does with the gradients: as ``allows_update`` and ``clip_factor`` say, on the device.
+
+        A few operators do it, because on a GPU each takes the time of its launch.
+        """
         if clip > 0:
-            factor *= (clip / (squares.sqrt() / self.loss_scale + CLIP_EPSILON)).clamp(max=1.0)
-        # Without a valid token the loss is 0. The sum of finite numbers is finite unless it overflows fp64.
-        allowed = (loss + squares).isfinite() & (num_valid > 0)
-        return GradientScale(factor, (~allowed).float())
+            divisor = ((self.on_device[2].sqrt() + CLIP_EPSILON * self.loss_scale) / clip).clamp(min=self.loss_scale)
+        else:
+            divisor = torch.full_like(self.on_device[2], self.loss_scale)
+        # Loss and squared norm times 0: 0 if both are finite, else NaN, which is not above 0.
+        allowed = torch.add(self.on_device[0], self.on_device[1:3].sum(), alpha=0) > 0
+        skip = torch.logical_not(allowed, out=torch.empty((), device=allowed.device))
+        return GradientScale(divisor, divisor.float(), skip)
 
 
 @dataclass(frozen=True)
@@ -205,15 +209,16 @@ class TrainStep:
             valid: the valid tokens of the global batch, summed over the ranks before.
         """
         require_all_gradients(self.model)
-        zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        mine = torch.tensor([0.0, attention_share / self.mesh.size("world"), *votes], dtype=torch.float64,
+                            pin_memory=self.mesh.device.type == "cuda")
+        zero, *of_host = mine.to(self.mesh.device, non_blocking=True).unbind()
+        tp = self.mesh.size("tp")
         shares = torch.stack([
-            loss.double() / self.mesh.size("tp"),                          # equal on all tp ranks
+            loss if tp == 1 else loss.double() / tp,                        # equal on all tp ranks
             squared_norm(self.model, self.mesh),
             num_zeros(self.model, self.mesh) if self.counts_zeros else zero,
-            squared_norm(self.model, self.mesh, of_gradients=False) if self.measures_weights else zero,
-            zero + attention_share / self.mesh.size("world"),
-            *(zero + vote for vote in votes)])
-        return StepNumbers(torch.cat((valid.double().view(1), self.mesh.sum_over(shares, "world"))), scale)
+            squared_norm(self.model, self.mesh, of_gradients=False) if self.measures_weights else zero, *of_host])
+        return StepNumbers(torch.cat((valid.view(1), self.mesh.sum_over(shares, "world"))), scale)
 
     def train(self, microbatches: Sequence[Microbatch], scheduler_samples: float,
               votes: Callable[[], Sequence[float]] = tuple,

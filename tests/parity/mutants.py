@@ -65,13 +65,16 @@ MUTANTS = {
     "mask of end-of-document tokens on the next token": Mutant(
         "data/batch.py", "labels[tokens ==", "labels[labels ==", 1, "", "loss"),
     "clip by the squared norm": Mutant(
-        "train/optimizer.py", "clip / (norm", "clip / (norm * norm", 1, "", "weight "),
+        "train/train_step.py", "[2].sqrt() + CLIP", "[2] + CLIP", 1, "", "weight "),
+    "a step skips what is finite": Mutant(
+        "train/train_step.py", "logical_not(allowed,", "logical_and(allowed, allowed,", 1, "", "weight "),
     "gradients not unscaled": Mutant(
-        "train/train_step.py", "self.clip_grad) / totals.loss_scale", "self.clip_grad)", 1, "--fp16", "changes"),
+        "train/train_step.py", "clamp(min=self.loss_scale)", "clamp(min=1.0)", 1, "--fp16 --clip-grad 1e9",
+        "changes"),
     "decay of norm weights": Mutant(
         "train/schedule.py", "weight_decay if group[\"decay\"] else 0.0", "weight_decay", 1, "", "norm.weight"),
     "schedule one step ahead": Mutant(
-        "train/trainer.py", "totals, state.scheduler_samples", "totals, state.scheduler_samples + samples", 1, "",
+        "train/trainer.py", "local, state.scheduler_samples", "local, state.scheduler_samples + samples", 1, "",
         "learning rate"),
     "each microbatch replaces the loss": Mutant(
         "train/forward_backward.py", "self.microbatch_losses.append(loss)\n            total = total + loss",

@@ -53,3 +53,11 @@ def test_our_compiled_layer_moves_fewer_bytes_than_other_compiled_layers() -> No
     assert ours.moved < 0.9 * min(found["plain_model.py"].moved, found["transformers, sdpa"].moved)
     assert ours.operators <= 36
     assert found["ours, --recompute-granularity full"].moved < 1.4 * ours.moved
+
+
+def test_the_optimizer_step_launches_few_operators_whatever_the_layers() -> None:
+    """A GPU copies the numbers of the host too, which a CPU need not."""
+    with program.one_process():
+        traffic, tensors = program.count_our_update(32)
+        assert traffic.operators + 1 <= tensors / 10 and not traffic.host_reads
+        assert program.count_our_update(2)[0].operators == traffic.operators

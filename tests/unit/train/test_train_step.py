@@ -178,9 +178,13 @@ def test_the_device_skips_what_the_host_would_skip(kind: str, factor: float, num
 
 
 def test_the_weights_are_updated_before_the_host_reads_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, weights = step_of("adam"), []
-    read = StepNumbers.read
-    monkeypatch.setattr(StepNumbers, "read", lambda numbers: weights.append(weight_of(step).clone()) or read(numbers))
+    step, weights, read = step_of("adam"), [], StepNumbers.read
+
+    def note_and_read(numbers: StepNumbers) -> StepTotals:
+        weights.append(weight_of(step).clone())
+        return read(numbers)
+
+    monkeypatch.setattr(StepNumbers, "read", note_and_read)
     with Traffic() as traffic:
         step.train(batch(), 0)
     assert len(weights) == 1 and not torch.equal(weights[0], START) and torch.equal(weights[0], weight_of(step))
