@@ -141,29 +141,20 @@ def test_norm_and_loss_equal_the_cpu(device: torch.device) -> None:
 
 
 def losses(run: Run, device: torch.device, steps: int = 20) -> list[float]:
-    """Train a tiny model on one repeated batch, through the trainer's own parts."""
+    """Train a tiny model on one repeated batch with the trainer's own step; skipped steps do not count."""
     from megatron_sp.data.batch import Microbatch
-    from megatron_sp.train.forward_backward import build_engine
-    from megatron_sp.train.health.loss_scale import LossScaler
-    from megatron_sp.train.optimizer import build_optimizer, clip_factor, scale_gradients, squared_norm
+    from megatron_sp.train.train_step import TrainStep
 
     mesh = ParallelMesh.build(run.parallel, device)
-    model = build_model(run, mesh)
-    engine, optimizer, scaler = build_engine(run, model, mesh), build_optimizer(run, model), LossScaler(run.precision)
+    step = TrainStep.build(run, build_model(run, mesh), mesh)
     text = torch.randint(0, 97, (4, 65), generator=torch.Generator().manual_seed(0)).to(device)
     batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(),
                        torch.arange(64, device=device).expand(4, 64), (0, 1, 2, 3), 256)
     found: list[float] = []
     while len(found) < steps:
-        loss = engine.forward_backward([batch], 256 / scaler.scale)
-        norm = float(squared_norm(model, mesh)) ** 0.5
-        is_finite = norm < float("inf")
-        if is_finite:
-            scale_gradients(model, clip_factor(norm / scaler.scale, 1.0) / scaler.scale)
-            optimizer.step()
-            found.append(float(loss) / scaler.scale)
-        optimizer.zero_grad()
-        scaler.update(overflow=not is_finite)
+        totals, _ = step.train([batch], scheduler_samples=0)
+        if totals.is_finite:
+            found.append(totals.loss)
     return found
 
 

@@ -69,8 +69,8 @@ MUTANTS = {
     "a step skips what is finite": Mutant(
         "train/train_step.py", "logical_not(allowed,", "logical_and(allowed, allowed,", 1, "", "weight "),
     "gradients not unscaled": Mutant(
-        "train/train_step.py", "clamp(min=self.loss_scale)", "clamp(min=1.0)", 1, "--fp16 --clip-grad 1e9",
-        "changes"),
+        "train/train_step.py", "(divisor, divisor.float(),", "(divisor, (divisor / self.loss_scale).float(),", 1,
+        "--fp16", "changes"),
     "decay of norm weights": Mutant(
         "train/schedule.py", "weight_decay if group[\"decay\"] else 0.0", "weight_decay", 1, "", "norm.weight"),
     "schedule one step ahead": Mutant(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,10 +14,10 @@ SHAPE = program.Shape(hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256
 
 
 @pytest.fixture(scope="module")
-def counts() -> Iterator[dict[str, Traffic]]:
+def counts() -> dict[str, Traffic]:
     with program.one_process():
-        yield {name: program.count_layer(SHAPE, make(SHAPE)) for name, make in program.LAYERS.items()
-               if name != "torchtitan"}
+        return {name: program.count_layer(SHAPE, make(SHAPE)) for name, make in program.LAYERS.items()
+                if name != "torchtitan"}
 
 
 def test_our_layer_moves_fewer_bytes_than_others(counts: dict[str, Traffic]) -> None:
@@ -42,8 +41,8 @@ def test_gradients_of_the_input_are_added_inside_products(counts: dict[str, Traf
 
 @pytest.mark.slow
 def test_our_compiled_layer_moves_fewer_bytes_than_other_compiled_layers() -> None:
-    """With 1024 tokens or more the compiler splits sums over tokens as it does with many."""
-    shape = replace(SHAPE, tokens=1024)
+    """Their shares differ with the tokens, because weights count too."""
+    shape = replace(SHAPE, tokens=8192)
     with program.one_process():
         found = {name: program.count_compiled_layer(shape, program.COMPILED_LAYERS[name])
                  for name in ("ours", "ours, --recompute-granularity full", "plain_model.py", "transformers, sdpa")}
@@ -52,7 +51,7 @@ def test_our_compiled_layer_moves_fewer_bytes_than_other_compiled_layers() -> No
     assert not [name for name in ours.launched if "copy" in name]
     assert ours.moved < 0.9 * min(found["plain_model.py"].moved, found["transformers, sdpa"].moved)
     assert ours.operators <= 36
-    assert found["ours, --recompute-granularity full"].moved < 1.4 * ours.moved
+    assert found["ours, --recompute-granularity full"].moved < 1.45 * ours.moved
 
 
 def test_the_optimizer_step_launches_few_operators_whatever_the_layers() -> None:
