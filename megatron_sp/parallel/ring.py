@@ -28,9 +28,16 @@ earlier rank owns, or with the late half of its queries to all keys that a later
 Where tokens attend only to their own document, or within a window, a rank computes each piece by itself
 (``AttentionMask.pieces``). The blocks travel as before, but the ranks then have unequal work.
 
+In backward the keys and values travel again, and the gradient of each block (dkv) follows its block, so that every rank
+adds its part. The part of a rank's own block never travels. A rank computes half of it while the first keys and values
+arrive, and the other half while the last gradient travels home. So all transfers have work beside them. Rank 0 of
+three; ``own a`` and ``own b`` are the two halves::
+
+    compute      own a                  kv 2                   kv 1 (uses rank 2's part of dkv 1)      own b
+    receive      kv 2 ---------->       kv 1 -->  dkv 1 ----------->                  dkv 0 ---------------->  add
+
 With t tokens per rank, g key/value heads and head width d, the forward sends ``(r-1) * t * 2 * g * d`` elements per
-rank. The backward sends the keys and values as often again, and their gradients r times: the gradient of a block
-follows the block around the ring, and a last step brings it to the rank that owns the block.
+rank. The backward sends as many elements of keys and values, and as many of their gradients.
 """
 
 from __future__ import annotations
@@ -176,6 +183,27 @@ class Ring:
         half = tokens // 2
         return (whole, slice(0, half), False) if owner < self.rank else (slice(half, tokens), whole, False)
 
+    def halves_of_own_work(self, shape: torch.Size, mask: AttentionMask) -> tuple[list[Work], list[Work]]:
+        """Return what this rank computes with its own keys, in two parts with about equally many query-key pairs.
+
+        A causal square with more than half of all pairs is cut. If it is the only one, its pieces ``a`` are the first
+        part and ``b`` is the second::
+
+                      earlier keys   later keys
+            queries       a              .
+                          b              a
+        """
+        pieces = self.work(self.rank, shape, mask)
+        total = sum(map(_pairs, pieces))
+        pieces = [part for piece in pieces for part in (
+            _cut_causal(piece) if piece.causal and not piece.mirrored and 2 * _pairs(piece) > total else [piece])]
+        pairs, first = 0, 0
+        while first < len(pieces) - 1 and (first == 0 or 2 * pairs + _pairs(pieces[first]) <= total):
+            pairs += _pairs(pieces[first])
+            first += 1
+        first = first or len(pieces)  # there is one piece, and it cannot be cut
+        return pieces[:first], pieces[first:]
+
     def work(self, owner: int, shape: torch.Size, mask: AttentionMask) -> list[Work]:
         """Return what this rank computes with the keys of rank ``owner``.
 
@@ -207,19 +235,35 @@ def _shifted(part: Range, shift: int) -> slice:
     return slice(part[0] + shift, part[1] + shift)
 
 
-def merge(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor,
-          lse_block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention outputs of the same queries over two disjoint sets of keys.
+def _cut_causal(work: Work) -> list[Work]:
+    """Cut a causal square into two smaller causal squares, and the rectangle below the first of them."""
+    start, stop = work.queries.start, work.queries.stop
+    middle, shift = (start + stop) // 2, work.keys.start - start
+    if middle == start:  # one token
+        return [work]
+    earlier, later = slice(start, middle), slice(middle, stop)
+    keys, later_keys = _shifted((start, middle), shift), _shifted((middle, stop), shift)
+    return [work._replace(queries=earlier, keys=keys), work._replace(queries=later, keys=later_keys),
+            work._replace(queries=later, keys=keys, causal=False)]
+
+
+def _pairs(work: Work) -> int:
+    """Return how many pairs of a query and a key a piece of work has, in one sequence."""
+    queries, keys = work.queries.stop - work.queries.start, work.keys.stop - work.keys.start
+    return queries * (keys + 1) // 2 if work.causal or work.mirrored else queries * keys
+
+
+def merge(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor, lse_block: torch.Tensor) -> None:
+    """Merge attention outputs of the same queries over two disjoint sets of keys, in place.
 
     Args:
-        o, o_block: [b, t, n, d]
-        lse, lse_block: log-sum-exp of the scores, [b, n, t]
-    Returns:
-        output and log-sum-exp over both sets
+        o: [b, t, n, d], in at least fp32; becomes the output over both sets.
+        lse: log-sum-exp of the scores, [b, n, t]; becomes that over both sets. -inf where no key was seen yet.
+        o_block, lse_block: of the other set, in any type.
     """
-    total = torch.logaddexp(lse, lse_block)
-    old, new = ((part - total).exp().transpose(1, 2).unsqueeze(-1) for part in (lse, lse_block))
-    return o * old + o_block * new, total
+    share = (lse_block - lse).sigmoid_()  # exp(lse_block) / (exp(lse) + exp(lse_block))
+    torch.logaddexp(lse, lse_block, out=lse)
+    o.lerp_(o_block.to(o.dtype), share.transpose(1, 2).unsqueeze(-1).to(o.dtype))
 
 
 def _attend(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -228,20 +272,24 @@ def _attend(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     wide = torch.promote_types(q.dtype, torch.float32)
     kernels = PieceKernels(ring.kernel)
     kv = torch.stack((k, v))  # the block that this rank holds, [2, b, t, g, d]
-    o = torch.zeros(q.shape, dtype=wide, device=q.device)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
+    o, lse = torch.empty(0), torch.empty(0)
     for step in range(ring.size):
         is_last = step == ring.size - 1
         next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
         if not is_last:
             ring.sent.add([kv])
-        for rows, queries, keys, causal, mirrored in ring.work((ring.rank - step) % ring.size, q.shape, mask):
+        work = ring.work((ring.rank - step) % ring.size, q.shape, mask)
+        if step == 0 and not mask.needs:  # every query sees a key of its own rank, so the merge begins with these
+            o_own, lse_own = ring.kernel.forward(q, k, v, True)
+            o, lse, work = o_own.to(wide, memory_format=torch.contiguous_format), lse_own.to(wide), []
+        elif step == 0:
+            o = torch.zeros(q.shape, dtype=wide, device=q.device)
+            lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
+        for rows, queries, keys, causal, mirrored in work:
             o_block, lse_block = kernels.of(mirrored).forward(q[rows, queries], kv[0][rows, keys],
                                                               kv[1][rows, keys], causal or mirrored)
-            o[rows, queries], lse[rows, :, queries] = merge(o[rows, queries], lse[rows, :, queries],
-                                                            o_block.to(wide), lse_block.to(wide))
-        for transfer in kv_transfers:
-            transfer.wait()
+            merge(o[rows, queries], lse[rows, :, queries], o_block, lse_block)
+        _wait(kv_transfers)
         kv = next_kv
     return o.to(q.dtype), lse
 
@@ -259,35 +307,68 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         q, k, v, o, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
-        kernels = PieceKernels(ring.kernel)
-        wide = torch.promote_types(q.dtype, torch.float32)
+        gradients = _Gradients(PieceKernels(ring.kernel), grad, q, o, lse)
+        own_first, own_last = ring.halves_of_own_work(q.shape, ctx.mask)
         kv = torch.stack((k, v))
-        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        dkv = torch.zeros(kv.shape, dtype=wide, device=q.device)  # gradient of the block that this rank holds
+        own_dkv = torch.zeros(kv.shape, dtype=gradients.dq.dtype, device=q.device)
+        dkv = own_dkv
         dkv_transfers: list[dist.Work] = []
-        for step in range(ring.size):
-            is_last = step == ring.size - 1
+        next_kv, kv_transfers = ring.start_shift(kv) if ring.size > 1 else (kv, [])
+        gradients.add(gradients.compute(own_first, k, v), own_dkv)
+        for step in range(1, ring.size):
+            _wait(kv_transfers)
+            kv, is_last = next_kv, step == ring.size - 1
             next_kv, kv_transfers = (kv, []) if is_last else ring.start_shift(kv)
-            to_add: list[tuple[slice, slice, torch.Tensor, torch.Tensor]] = []
-            for rows, queries, keys, causal, mirrored in ring.work((ring.rank - step) % ring.size, q.shape, ctx.mask):
-                dq_block, dk_block, dv_block = kernels.of(mirrored).backward(
-                    grad[rows, queries], q[rows, queries], kv[0][rows, keys], kv[1][rows, keys], o[rows, queries],
-                    lse[rows, :, queries], causal or mirrored)
-                dq[rows, queries] += dq_block
-                to_add.append((rows, keys, dk_block, dv_block))
-            for transfer in dkv_transfers:  # dkv holds what the ranks before this one added for this block
-                transfer.wait()
-            for rows, keys, dk_block, dv_block in to_add:
-                dkv[0][rows, keys] += dk_block
-                dkv[1][rows, keys] += dv_block
+            parts = gradients.compute(ring.work((ring.rank - step) % ring.size, q.shape, ctx.mask), *kv)
+            _wait(dkv_transfers)  # dkv holds what the ranks before this one added for this block
+            if step == 1:  # this rank is the first that adds to the gradient of its neighbour's block
+                dkv = torch.zeros_like(own_dkv)
+            gradients.add(parts, dkv)
             dkv, dkv_transfers = ring.start_shift(dkv)  # after the last step: to the rank that owns the block
-            for transfer in kv_transfers:
-                transfer.wait()
-            kv = next_kv
-        for transfer in dkv_transfers:
-            transfer.wait()
-        dk, dv = dkv.to(k.dtype)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        gradients.add(gradients.compute(own_last, k, v), own_dkv)
+        _wait(dkv_transfers)
+        if ring.size > 1:
+            own_dkv.add_(dkv)
+        dk, dv = own_dkv.to(k.dtype)
+        return gradients.dq.to(q.dtype), dk, dv, None, None, None
+
+
+def _wait(transfers: Sequence[dist.Work]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+
+
+#: Which sequences and keys of a block, and the gradients dk and dv that some queries send there.
+Parts = list[tuple[slice, slice, torch.Tensor, torch.Tensor]]
+
+
+class _Gradients:
+    """Computes gradients of a rank's queries, and of blocks of keys and values from these queries.
+
+    Attributes:
+        dq: gradient of the queries from all blocks so far, in at least fp32.
+    """
+
+    def __init__(self, kernels: PieceKernels, grad: torch.Tensor, q: torch.Tensor, o: torch.Tensor, lse: torch.Tensor):
+        self.kernels, self.grad, self.q, self.o, self.lse = kernels, grad, q, o, lse
+        self.dq = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+
+    def compute(self, work: Sequence[Work], k: torch.Tensor, v: torch.Tensor) -> Parts:
+        """Add to dq what comes from a block k, v [b, t, g, d], and return the gradients of its keys and values."""
+        parts: Parts = []
+        for rows, queries, keys, causal, mirrored in work:
+            dq, dk, dv = self.kernels.of(mirrored).backward(
+                self.grad[rows, queries], self.q[rows, queries], k[rows, keys], v[rows, keys],
+                self.o[rows, queries], self.lse[rows, :, queries], causal or mirrored)
+            self.dq[rows, queries].add_(dq)
+            parts.append((rows, keys, dk, dv))
+        return parts
+
+    def add(self, parts: Parts, dkv: torch.Tensor) -> None:
+        """Add the gradients of some keys and values to those of their block, [2, b, t, g, d]."""
+        for rows, keys, dk, dv in parts:
+            dkv[0][rows, keys].add_(dk)
+            dkv[1][rows, keys].add_(dv)
 
 
 class RingAttention:

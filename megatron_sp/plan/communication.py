@@ -98,7 +98,7 @@ def _ring(run: Run) -> tuple[float, str, bool]:
     sizes, ring = Sizes.of(run), run.parallel.ring
     block = 2 * sizes.inside * sizes.core_kv
     forward = (ring - 1) * block * sizes.element
-    backward = (ring - 1) * block * sizes.element + ring * block * FP32
+    backward = (ring - 1) * block * (sizes.element + FP32)
     return _forwards(run) * forward + backward, "keys and values, and their gradients, to the next rank", True
 
 

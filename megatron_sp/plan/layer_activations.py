@@ -148,8 +148,8 @@ def _core(run: Run, sizes: Sizes, device: str) -> _Core:
     dq_in_fp32 = t * sizes.core_query * FP32 if device == "gpu" else 0  # GPU kernels sum dq in an fp32 buffer
     peak = qkv + q + lse + q + qkv + dq_in_fp32  # q, k, v, o, log-sum-exp, dO, dq, dk, dv
     if parallel.ring > 1:
-        # The ring's send and receive buffers, each for one block of keys and values and one of their gradients.
-        ring_buffers = 2 * (2 * kv) + 2 * (2 * t * sizes.core_kv * FP32)
+        # Buffers to send and to receive a block of keys and values and one of their gradients, and the own gradient.
+        ring_buffers = 2 * (2 * kv) + 3 * (2 * t * sizes.core_kv * FP32)
         peak += ring_buffers + (t * sizes.core_query * FP32 if e < FP32 else q)
     if parallel.ulysses > 1:
         peak = max(peak, 2 * qkv + before_exchange)

@@ -5,6 +5,7 @@ Small on purpose: all together stay within six minutes on one device, compilatio
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ def with_gradients(core: Any, inputs: list[torch.Tensor], mask: AttentionMask = 
     return [o.detach(), *torch.autograd.grad((o * o.detach().roll(1, 1)).sum(), inputs)]
 
 
+@functools.cache
 def core_of(name: str, device: torch.device, documents: bool = False) -> AttentionCore:
-    """Return what ``--attention-core name`` means on this GPU, in bf16 at head width 64."""
+    """Return what ``--attention-core name`` means on this GPU, in bf16 at head width 64. Its trial takes a while."""
     search = find_flash_attention(Wanted("bfloat16", 64, documents=documents), device) if name == "flash" else None
     return choose_core(name, dropout=False, device=device, dtype=torch.bfloat16, head_dim=64, documents=documents,
                        search=search).core

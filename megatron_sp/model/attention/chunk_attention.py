@@ -116,8 +116,7 @@ class Blocks:
         for rows, asked, seen, causal, mirrored in parts:
             o_part, lse_part = self.kernels.of(mirrored).forward(q[rows, asked], k[rows, seen], v[rows, seen],
                                                                  causal or mirrored)
-            o[rows, asked], lse[rows, :, asked] = merge(o[rows, asked], lse[rows, :, asked], o_part.to(o.dtype),
-                                                        lse_part.to(lse.dtype))
+            merge(o[rows, asked], lse[rows, :, asked], o_part, lse_part)
 
     def gradients(self, parts: list[Part], grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                   o: torch.Tensor, lse: torch.Tensor, dq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,8 +127,8 @@ class Blocks:
         dk, dv = (torch.zeros(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
         for part in parts:
             dk_part, dv_part = self._gradients(part, grad, q, k, v, o, lse, dq)
-            dk[part.rows, part.keys] += dk_part
-            dv[part.rows, part.keys] += dv_part
+            dk[part.rows, part.keys].add_(dk_part)
+            dv[part.rows, part.keys].add_(dv_part)
         return dk, dv
 
     def _gradients(self, part: Part, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -138,7 +137,7 @@ class Blocks:
         result: Triple = self.kernels.of(mirrored).backward(
             grad[rows, asked], q[rows, asked], k[rows, seen], v[rows, seen], o[rows, asked], lse[rows, :, asked],
             causal or mirrored)
-        dq[rows, asked] += result[0]
+        dq[rows, asked].add_(result[0])
         return result[1], result[2]
 
 

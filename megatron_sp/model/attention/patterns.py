@@ -207,9 +207,9 @@ class PatternBlocks:
         for places in self._places(parts, k.shape[2], q.device):
             asked, seen = places.queries, places.keys
             o_part, lse_part = self.kernel.forward(row_q[asked], row_k[seen], row_v[seen], places.causal)
-            row_o[asked], merged = merge(row_o[asked], row_lse[asked].transpose(1, 2), o_part.to(o.dtype),
-                                         lse_part.to(lse.dtype))
-            row_lse[asked] = merged.transpose(1, 2)
+            merged, merged_lse = row_o[asked], row_lse[asked]
+            merge(merged, merged_lse.transpose(1, 2), o_part, lse_part)
+            row_o[asked], row_lse[asked] = merged, merged_lse
         lse.copy_(wide.transpose(1, 2))
 
     def gradients(self, parts: Parts, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

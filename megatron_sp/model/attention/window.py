@@ -111,8 +111,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernels: PieceKer
     for queries, keys, causal, mirrored in groups_of(places):
         o_part, lse_part = kernels.of(mirrored).forward(row_q[queries], row_k[keys], row_v[keys],
                                                         causal or mirrored)  # [p, t, n, d], [p, n, t]
-        o[queries], merged = merge(o[queries], lse[queries].transpose(1, 2), o_part.to(wide), lse_part.to(wide))
-        lse[queries] = merged.transpose(1, 2)
+        merged, merged_lse = o[queries], lse[queries]
+        merge(merged, merged_lse.transpose(1, 2), o_part, lse_part)
+        o[queries], lse[queries] = merged, merged_lse
     return o.to(q.dtype).view(q.shape), lse
 
 
