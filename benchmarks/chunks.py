@@ -44,7 +44,8 @@ FULL = "--recompute-granularity full "
 #: The model of the measurement ``pipeline``: eight layers instead of two, and a small vocabulary, so that the output
 #: layer costs less than one layer.
 BALANCED = {"--num-layers 2 ": "--num-layers 8 ", f"--vocab-size {VOCAB} ": "--vocab-size 256 "}
-#: Environment of measured processes. glibc would keep freed blocks of less than 32 MiB, and they would count.
+#: Environment of measured processes. Without it glibc would keep freed blocks of less than 32 MiB, and the measured
+#: memory would include them.
 VARIABLES = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144",
              "MALLOC_ARENA_MAX": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
 
@@ -70,7 +71,8 @@ class Program:
         started = torch.distributed.is_initialized()
         device = torch.device("cpu") if started else start(run.parallel, launch_environment())
         self.mesh = ParallelMesh.build(run.parallel, device)
-        (torch.randn(512, 512) @ torch.randn(512, 512)).sum()  # the libraries load their code
+        # makes the libraries load their code before the measurement
+        (torch.randn(512, 512) @ torch.randn(512, 512)).sum()
         self.before = resident("VmRSS")
         self.whole_step = TrainStep.build(run, build_model(run, self.mesh), self.mesh)
 
@@ -123,7 +125,7 @@ def formula(length: int, chunk: int) -> int:
 
 
 def memory(lengths: list[int], chunk: int) -> None:
-    """Print the peak of each length, and how much the part that is no keys and values varies."""
+    """Print the peak memory at each length, and how much the memory without keys and values varies."""
     rests = []
     for length in lengths:
         words = [sys.executable, __file__, "memory", "--child", "--lengths", str(length), "--chunk", str(chunk)]

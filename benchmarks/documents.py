@@ -53,7 +53,7 @@ def attention_times(tokens: int, heads: int, width: int, repeats: int) -> dict[i
 
 
 def imbalance(work: list[int], ranks: int, samples: int) -> dict[str, tuple[float, float]]:
-    """Return the work of the busiest rank relative to the mean, over a step and over its microbatches, by the way."""
+    """Return the busiest rank's work relative to the mean, by way of dealing: over a step, and over microbatches."""
     from megatron_sp.data.sampler import GlobalBatchSampler
 
     found: dict[str, list[tuple[float, float]]] = {"in turn": [], "by work": []}

@@ -66,7 +66,8 @@ class Launcher:
 
 
 TORCHRUN = Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
-#: MPI comes before Slurm: an mpirun inside a Slurm job hands Slurm's variables on, which then speak of the mpirun.
+#: MPI comes before Slurm, because an mpirun inside a Slurm job passes on Slurm's variables, and these describe the
+#: mpirun and not its ranks.
 OTHER_LAUNCHERS = (
     Launcher("mpirun (Open MPI)", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
              ("OMPI_COMM_WORLD_LOCAL_SIZE",), ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
@@ -151,7 +152,7 @@ def _read(launcher: Launcher, variables: Mapping[str, str]) -> _Claim | None:
     """Return what this launcher's variables say; None where it did not start the process."""
     rank_name, size_name = _first(launcher.rank, variables), _first(launcher.size, variables)
     if not rank_name and (not size_name or launcher is not TORCHRUN):
-        return None     # SLURM_NTASKS alone is the shell of an allocation, in which people start single processes
+        return None     # only SLURM_NTASKS is set: the shell of an allocation, in which users start single processes
     if not size_name and launcher.program == "srun":
         return None     # this is the batch script of a job that was submitted without --ntasks
     if not rank_name or not size_name:

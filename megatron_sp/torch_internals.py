@@ -169,7 +169,8 @@ def _try_tensor_overlap(group: dist.ProcessGroup, device: torch.device) -> None:
     from torch.distributed import _symmetric_memory
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch calls it unneeded, and its compiler still asks for it
+        # torch warns that this call is unneeded, but its compiler needs it
+        warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
     world = dist.get_world_size(group)
     x = torch.randn(64, 128, device=device, dtype=torch.bfloat16)

@@ -370,7 +370,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     parser, commands = build_parser()
     if argv[0] not in commands:
-        raise ConfigError(f"{argv[0]} is no command of inspect_dataset.py; the first word is one of "
+        raise ConfigError(f"{argv[0]} is no command of inspect_dataset.py; the first argument must be one of "
                           f"{', '.join(commands)}, for example: inspect_dataset.py sizes PREFIX")
     arguments, rest = parser.parse_known_args(argv)
     if getattr(arguments, "tokens", 0) < 0:

@@ -6,7 +6,7 @@ Examples:
     python tools/peak_memory.py -- python pretrain_gpt.py FLAGS
     python tools/peak_memory.py --least 200 -- torchrun --nproc-per-node 2 pretrain_gpt.py FLAGS
 
-The tool shows only processes whose command line contains the word of --match, and never torchrun itself. It needs
+The tool shows only processes whose command line contains the text of --match, and never torchrun itself. It needs
 Linux: there the kernel records the peak of each process, so the tool does not miss a short one between two readings.
 """
 

@@ -167,8 +167,8 @@ def main(argv: list[str]) -> int:
     problems += wrong
     problems += picture_problems(own.plot, "--plot")
     if own.max_seq_length and has_schedule(words):
-        problems.append("--max-seq-length looks for the longest sequence, and --seq-length-schedule says how long "
-                        "sequences are; leave one of the two out.")
+        problems.append("--max-seq-length looks for the longest sequence, and --seq-length-schedule fixes the "
+                        "lengths; leave one of the two out.")
     if problems:
         raise ConfigError(problems)
     base = read_base(words)

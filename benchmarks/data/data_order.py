@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure how long the order of the samples of a large corpus takes to compute, and how much memory.
+"""Measure how much time and memory it takes to compute the order of the samples of a large corpus.
 
     python benchmarks/data/data_order.py --documents 10_000_000 --samples 100_000_000
 

@@ -78,7 +78,7 @@ USABLE = 0.93
 
 
 class Bench:
-    """A device for each rank, a limit on the time for all measurements, and what was found and what was not."""
+    """A benchmark run on this rank: its device, the time limit, the results, and what was not measured."""
 
     def __init__(self, arguments: argparse.Namespace):
         self.toy = not torch.cuda.is_available()
@@ -123,7 +123,7 @@ class Bench:
         return True
 
     def note(self, line: str) -> None:
-        """Note once what is not measured, and why."""
+        """Note that something is not measured, and why; only the first note about it is kept."""
         if line not in self.not_measured:
             self.not_measured.append(line)
 
@@ -182,7 +182,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
 
     def our_row(self, run: Run, repeats: int) -> dict[str, Any] | None:
-        """Return what is measured and planned of our run."""
+        """Return a row with the measured and the planned figures of our run."""
         length = run.data.seq_length
         per_rank = length * run.train.global_batch_size // self.ranks
         found = self.measure(lambda: our_step(run, self.device), per_rank, repeats)
@@ -220,7 +220,7 @@ def speed(bench: Bench, lengths: list[int]) -> list[dict[str, Any]]:
 
 
 def other_row(bench: Bench, name: str, shape: str, length: int, recompute: bool) -> dict[str, Any] | None:
-    """Return what is measured of another program; None where it is not installed or no time is left."""
+    """Return a row with the measured figures of another program; None if it is not installed or no time is left."""
     what = f"{name}, {shape} at {length:,} tokens"
     if bench.skips(what, 60 if not bench.toy else 5):
         return None

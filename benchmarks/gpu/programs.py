@@ -134,7 +134,8 @@ def torchtitan_step(shape: Shape, layers: int, length: int, device: torch.device
         model = config.build()
     model.init_states()
     for layer in model.layers.values():
-        layer.attention.inner_attention = CausalAttention()  # torch's; torchtitan's own takes packed documents
+        # torch's fused attention; torchtitan's own expects packed documents
+        layer.attention.inner_attention = CausalAttention()
     if recompute:
         wrapper = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
         for name, layer in list(model.layers.items()):
@@ -167,7 +168,7 @@ def _fsdp_step(model: nn.Module, layers: list[nn.Module], logits: Callable[[torc
 OTHERS: dict[str, Callable[[Shape, int, int, torch.device, bool], Step]] = {
     "transformers + FSDP2": transformers_step, "torchtitan's model + FSDP2": torchtitan_step}
 
-#: What a kernel's name says of its kind; the first that matches counts. Names are compared in lower case.
+#: Kind of a kernel -> texts in the names of such kernels, in lower case. The first kind with a matching text is taken.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication", ("nccl", "gloo", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")),
     ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),

@@ -32,7 +32,7 @@ Output = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class _Kept:
-    """What is kept of one layer and group of heads, by the number of the chunk.
+    """The tensors that are kept for one layer and group of heads; each dictionary's key is the number of a chunk.
 
     Attributes:
         values: keys and values, [2, b, C, g, d].
@@ -55,7 +55,7 @@ class KeyValueStore:
     """Keeps keys, values and their gradients of the chunks of one microbatch, for all layers of this rank.
 
     Args:
-        storage: where they wait.
+        storage: holds the tensors, on the device or in host memory.
         keep_outputs: also keep the results of attention, so that the second pass does not compute them again.
     """
 
@@ -111,7 +111,7 @@ class Chunk:
         return self.number * self.size
 
     def past(self, layer: int) -> LayerPast:
-        """Return what a layer may see."""
+        """Return the earlier chunks as one layer may see them."""
         return LayerPast(self, layer)
 
 

@@ -1,4 +1,4 @@
-"""Activation offload: keep what recomputed layers keep in host memory between forward and backward.
+"""Activation offload: between forward and backward, hold in host memory what recomputed layers keep.
 
 With full recomputation these inputs are the only memory that grows with depth times sequence length (ALST, arXiv
 2506.13996, section 3.3). A side stream copies a layer's input to the host while the layer computes. Before backward

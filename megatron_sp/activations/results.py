@@ -96,8 +96,8 @@ class LayerResults:
     """The results of one layer in the order of its forward.
 
     Args:
-        storage: where they wait.
-        previous: the layer whose forward was before, which backward needs next.
+        storage: holds the results, on the device or in host memory.
+        previous: the results of the layer before this one in forward. Backward needs them after these.
     """
 
     def __init__(self, storage: Storage, previous: LayerResults | None = None):

@@ -23,7 +23,7 @@ class Stored:
     """A tensor in a storage.
 
     Attributes:
-        value: the tensor where it waits.
+        value: the tensor in the memory of the storage.
         device: where it came from and is used.
         value_ready: event after which ``value`` is complete; None on a CPU.
         copy: its copy on the device between ``prefetch`` and ``get``.

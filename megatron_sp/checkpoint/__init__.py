@@ -1,1 +1,1 @@
-"""Checkpoints: complete or absent, independent of the layout; see docs/reference/checkpoints.md."""
+"""Checkpoints, each of which is complete or absent and loads into any layout; see docs/reference/checkpoints.md."""

@@ -99,8 +99,8 @@ class _Outcome(Generic[T]):
     Attributes:
         value: the result of the action.
         error: the text of the action's error; "" when the action succeeded.
-        kind: the class of the error, when the action itself raised a CheckpointError; its text needs no purpose before
-            it. None for all other errors.
+        kind: the class of the error if the action itself raised a CheckpointError, whose text is complete without the
+            purpose; None for all other errors.
     """
 
     value: T | None = None
@@ -129,7 +129,10 @@ class _Outcome(Generic[T]):
         return cls(error="; ".join(errors[:4]) + (f" (and {len(errors) - 4} more ranks)" if len(errors) > 4 else ""))
 
     def value_or_raise(self, purpose: str) -> T:
-        """Return the value, or raise the error with ``purpose`` before it where it needs that."""
+        """Return the value, or raise the error.
+
+        ``purpose`` is put before its text unless the error is a CheckpointError.
+        """
         if self.error:
             raise self.kind(self.error) if self.kind else CheckpointError(f"{purpose}: {self.error}")
         return cast(T, self.value)

@@ -17,7 +17,7 @@ from megatron_sp.config.serialize import from_dict
 #: Flags outside the model's section that belong to a trained model: how long its sequences are, and its tokenizer.
 ALSO = ("data.seq_length", "data.seq_length_schedule", "data.tokenizer_type", "data.trust_remote_code",
         *(f"data.{name}" for name in FIELDS))
-#: Say how long sequences are. Where the command line has one of them, none comes from a checkpoint.
+#: Flags that give the sequence length. If the command line has one of them, none is taken from the checkpoint.
 LENGTHS = {"data.seq_length", "data.seq_length_schedule"}
 
 #: Fields of the model that do not come from a checkpoint: padding depends on the layout, and no weights are drawn.
@@ -61,7 +61,7 @@ def _values(saved: Run, data: Any) -> dict[str, Any]:
     keys = [key for key in schema_options() if (key.startswith("model.") and key not in NOT_TAKEN) or key in ALSO]
     if saved.model.position_embedding_type != "learned_absolute" and (
             saved.model.max_position_embeddings == saved.data.seq_length):
-        keys.remove("model.max_position_embeddings")     # follows from --seq-length, which may be another one now
+        keys.remove("model.max_position_embeddings")     # derived from --seq-length, which may have changed
     sections = {"model": saved.model, "data": data}
     return {key: getattr(sections[section], name) for key in keys for section, _, name in (key.partition("."),)}
 

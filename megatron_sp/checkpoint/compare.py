@@ -74,8 +74,8 @@ def differences_in_words(saved: dict[str, Any], run: Run) -> list[str]:
         if as_json(mine) != as_json(theirs):
             effect = "; the order of the data changes with it" if name in ORDERS_DATA else ""
             if name == "seq_length":
-                effect = ("; the samples are cut and shuffled anew while their count goes on, so that some text comes "
-                          "twice and some not at all until the next epoch")
+                effect = ("; the run continues to count samples, but cuts and shuffles them anew, so some text is "
+                          "read twice and some not before the next epoch")
             lines.append(f"{flag_name(section, name)} is {value_in_words(mine)}, "
                          f"was {value_in_words(theirs)} in the checkpoint{effect}")
     before, now = saved["train"], run.train

@@ -167,8 +167,8 @@ def _data_of(args: dict[str, Any]) -> tuple[Data, str]:
     known = {"GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"}
     if kind in known and named and all(Path(path).is_file() for path in named.values()):
         return replace(data, tokenizer_type=kind, **named), ""
-    return data, (f"the tokenizer ({kind or 'not named'}) was not copied: its files are not here. Name it with the "
-                  "flags of the training that goes on")
+    return data, (f"the tokenizer ({kind or 'not named'}) was not copied: its files are not here. Give its flags when "
+                  "you continue the training")
 
 
 # --- to Hugging Face ----------------------------------------------------------------------------------------------

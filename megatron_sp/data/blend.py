@@ -15,8 +15,8 @@ from megatron_sp.errors import DataError
 from megatron_sp.progress import progress_bar
 
 SURPLUS = 0.005  # Megatron builds this share more samples of each member than its weight asks for
-MOST = 2**15 - 1  # members of a blend; their numbers are stored as int16
-SHOWN = 40  # members of a blend that its description lists; of more, those with the largest shares
+MOST = 2**15 - 1  # largest number of members of a blend, because their numbers are stored as int16
+SHOWN = 40  # largest number of members that a blend's description lists; of more, those with the largest shares
 FEW = 8  # a Python loop over up to this many members is faster than numpy
 CHUNK = 1 << 18  # samples to draw between two updates of the progress bar
 

@@ -39,7 +39,7 @@ class Documents:
 
     @classmethod
     def of(cls, data: Data, eod_token: int | None) -> Documents:
-        """Return what the flags ask for.
+        """Return the settings that the flags ask for.
 
         Raises:
             DataError: documents end at tokens, and the tokenizer has no end-of-document token.

@@ -110,7 +110,7 @@ class OwnDocuments:
         return values.slice(offset, length).to_numpy(zero_copy_only=False).astype(np.int64)
 
     def fingerprint(self) -> str:
-        """Stable hash of the lengths: all that the order of samples depends on."""
+        """Return a stable hash of the lengths, which are all that the order of samples depends on."""
         return hashlib.blake2b(np.ascontiguousarray(self.lengths), digest_size=16).hexdigest()
 
 

@@ -89,7 +89,7 @@ def cut_into_parcels(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np
 
 
 def cuts_of_row(lengths: np.ndarray, seq_length: int) -> int:
-    """Return how many documents a row of documents, in this order, would cut that are no longer than a sample."""
+    """Return how many documents that fit into one sample a row of documents in this order would cut."""
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = ends - lengths
     is_cut = (starts // seq_length != (ends - 1) // seq_length) & (lengths <= seq_length) & (lengths > 0)

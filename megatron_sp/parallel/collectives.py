@@ -158,7 +158,7 @@ class _StartAllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return None, *ctx.transfer.take_results()  # _FinishAllToAll.backward started it
+        return None, *ctx.transfer.take_results()  # _FinishAllToAll.backward has started this all-to-all
 
 
 class _FinishAllToAll(torch.autograd.Function):

@@ -55,12 +55,12 @@ class HeadCopyingKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``ring.BlockKernel``."""
+        """Copy the key/value heads, then attend to one block of keys; see ``ring.BlockKernel``."""
         return self.kernel.forward(q, self._copy(k), self._copy(v), causal)
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
-        """See ``ring.BlockKernel``. The gradients of a head's copies are summed in fp32."""
+        """Return the gradients for one block of keys; those of a head's copies are summed in fp32."""
         dq, dk, dv = self.kernel.backward(grad, q, self._copy(k), self._copy(v), o, lse, causal)
         return dq, sum_copied_heads(dk, self.index, k.shape[2]), sum_copied_heads(dv, self.index, v.shape[2])
 

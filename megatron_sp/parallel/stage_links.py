@@ -64,9 +64,9 @@ class StageLinks:
         self._keep_at_most(0)
 
     def _start(self, receive: list[dist.P2POp]) -> list[dist.Work]:
-        """Start all waiting sends and the receive together, and return what to wait for.
+        """Start all waiting sends and the receive together, and return the handles to wait for.
 
-        The tensors of the sends are kept until they are sent. With NCCL there is one thing to wait for, for all.
+        The tensors of the sends are kept until they are sent. NCCL gives one handle for all of them.
         """
         sends, self._waiting = self._waiting, []
         if not sends and not receive:

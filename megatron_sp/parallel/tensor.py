@@ -116,7 +116,7 @@ class ColumnParallelLinear(nn.Module):
         self.partial_over_tp = ("weight", "bias") if replicate_rows else ()
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight [out/tp, in] and bias [out/tp] that this rank computes with."""
+        """Return the weight [out/tp, in] and bias [out/tp] that this rank computes with."""
         weight = local_weight(self.weight)
         bias = None if self.bias is None else local_weight(self.bias)
         if self.rows is None:

@@ -67,7 +67,10 @@ def _layers_of_ranks(run: Run) -> list[list[range]]:
 
 
 def _forwards(run: Run) -> float:
-    """Return how often a layer's forward communicates: again where it is recomputed and the exchange is not kept."""
+    """Return how often a layer's forward communicates.
+
+    Recomputation repeats it, unless the result of the exchange is kept.
+    """
     again = run.memory.recompute_granularity == "full" or run.memory.attention_head_groups > 1
     return 1 + again + _first_pass(run)
 

@@ -32,7 +32,7 @@ WHY = {
     ("offload_activations",): "what recomputed layers keep is in host memory",
     ("offload_optimizer",): "fp32 weights, gradients and optimizer states are in host memory",
 }
-#: How many times as many processes are tried when nothing fits.
+#: When nothing fits, plans are made for the number of processes times each of these factors.
 MORE_PROCESSES = (2, 4, 8, 16)
 
 

@@ -45,7 +45,7 @@ FIXED = {"cpu": 0, "gpu": 3 << 30}
 COMPONENTS = ("weights", "gradients", "optimizer states", "gathered weights", "kept activations", "layer working set",
               "keys and values", "loss", "other", "fixed")
 
-#: What people are shown of components whose names say too little.
+#: Names in reports for components whose own names say too little.
 LABELS = {"weights": "own fp32 weights", "gathered weights": "weights gathered for use"}
 
 
@@ -383,7 +383,7 @@ class _Rank:
         """Return the bytes of x, of its gradient before and after the norm, and of the weight's gradient."""
         weight = self.sizes.vocab * self.sizes.hidden
         if self.weights.is_tied and self.is_first:
-            return 3 * self.layer.x  # ``gradients`` counts the tied weight's
+            return 3 * self.layer.x  # ``gradients`` counts the gradient of the tied weight
         return 3 * self.layer.x + (self._reduction() if self.is_wrapped else FP32) * weight
 
 

@@ -61,8 +61,8 @@ def search(base: Run, world_size: int, device: Device, devices_per_node: int, *,
     Args:
         base: a resolved run with vocabulary sizes: model, sequence length, batch and precision. Its layout and memory
             techniques are ignored.
-        longest: the best is the one with the longest sequence (of equal ones the faster); else the one with the
-            shortest step at the base's length.
+        longest: rank candidates by their longest sequence, and candidates of equal length by step time. Otherwise rank
+            them by step time at the base's length.
     """
     found: list[Candidate] = []
     for layout in layouts(base, world_size, devices_per_node):

@@ -125,7 +125,7 @@ def _with_settings_of_proof(run: Run) -> tuple[Run, list[str]]:
                      f"roughly in {run.precision.dtype}.")
     if run.data.pack_documents:
         notes.append(f"samples are cut out of a row of documents, without --pack-documents {run.data.pack_documents}, "
-                     "which changes the tokens that are read and not what is computed from them.")
+                     "which changes which tokens are read, but not how they are computed.")
     if run.train.rampup_batch_size or run.train.step_batch_size_schedule:
         notes.append("the final global batch size is proven, not its ramp-up.")
     run = replace(
@@ -298,7 +298,7 @@ def _few_layers(run: Run, per_stage: int, is_uneven: bool, least: int) -> tuple[
     Args:
         per_stage: number of layers of the smallest stage.
         is_uneven: whether stages have different numbers of layers.
-        least: layers of the whole model at least.
+        least: smallest number of layers that the whole model may have.
     """
     stages, given = run.parallel.pp * run.parallel.stages_per_rank, run.parallel.pipeline_layers
     if stages == 1:

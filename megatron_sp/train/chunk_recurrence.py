@@ -63,7 +63,7 @@ class ChunkRecurrence:
 
     @classmethod
     def of(cls, run: Run) -> ChunkRecurrence:
-        """Return what the flags of a run say."""
+        """Return the chunk recurrence that the flags of a run ask for."""
         memory = run.memory
         return cls(memory.sequence_chunk_size, run.parallel.sp, memory.offload_key_values,
                    memory.recompute_granularity == "selective", window_reach(run))

@@ -129,7 +129,7 @@ class PipelineEngine:
         self.microbatch_losses: list[torch.Tensor] = []
 
     def forward_backward(self, microbatches: Sequence[Microbatch], denominator: torch.Tensor | float) -> torch.Tensor:
-        """See ``Engine.forward_backward``."""
+        """Run the schedule, which adds the gradients to the parameters; arguments and result as for ``Engine``."""
         self.model.train()
         self.denominator = denominator
         self.microbatch_losses = self.runner.train(microbatches)
@@ -141,7 +141,7 @@ class PipelineEngine:
         return self._total(self.microbatch_losses)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, int]:
-        """See ``Engine.evaluate``."""
+        """Run the forward schedule without dropout; arguments and result as for ``Engine.evaluate``."""
         self.model.eval()
         self.denominator = 1.0
         losses = self.runner.evaluate(microbatches)

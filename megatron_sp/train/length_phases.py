@@ -91,5 +91,6 @@ def farewell(run: Run, phase: Phase) -> str:
     """Return why a run of one phase stops, and how the training goes on."""
     save = run.checkpoint.save
     where = f"--load {save}" if save else "--save and --load"
-    return (f"phase {phase.number} of --seq-length-schedule is finished; go on with the same flags, {where} and "
-            f"--seq-length-phase {phase.number + 1}; ranks, layout, --micro-batch-size and memory flags may be others")
+    return (f"phase {phase.number} of --seq-length-schedule is finished; continue with the same flags, {where} and "
+            f"--seq-length-phase {phase.number + 1}; the number of ranks, the layout, --micro-batch-size and memory "
+            "flags may change")

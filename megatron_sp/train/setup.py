@@ -26,7 +26,7 @@ from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.signals import StopSignals
 
-#: Tokens of a sequence from which unfused attention is most of a step.
+#: Sequence length from which on unfused attention takes most of the time of a step.
 LONG_SEQUENCE = 8192
 
 if TYPE_CHECKING:

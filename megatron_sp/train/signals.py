@@ -29,7 +29,7 @@ class StopSignals:
 
     @classmethod
     def of(cls, run: Run) -> StopSignals:
-        """Install handlers for ``ALWAYS`` and for ``--exit-signal``."""
+        """Install handlers for ``ALWAYS`` and ``--exit-signal``, and return the object that remembers their signals."""
         return cls((*ALWAYS, signal.Signals[run.train.exit_signal]))
 
     def _note(self, number: int, frame: FrameType | None) -> None:

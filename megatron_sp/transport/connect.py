@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from megatron_sp.transport.mailboxes import Mailboxes, slot_bytes
 
-#: Seconds within which a peer that is about to connect must have done so.
+#: Time limit, in seconds, for a peer that is expected to connect.
 HANDSHAKE_SECONDS = 20.0
-#: What must be there; portable builds of Python lack some of it.
+#: System calls that ``connect`` needs, as (module, name). Portable builds of Python lack some of them.
 NEEDED = ((os, "memfd_create"), (os, "getuid"), (socket, "AF_UNIX"), (socket, "SO_PEERCRED"), (socket, "send_fds"),
           (socket, "recv_fds"), (socket, "SO_RCVTIMEO"))
 

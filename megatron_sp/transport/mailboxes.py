@@ -48,7 +48,7 @@ MAX_MAILBOXES = 8 << 20
 ALIGNMENT = 64
 FULL, EMPTY, REFUSED = b"F", b"E", b"R"
 
-#: For each rank, the tensors that go there or come from there.
+#: For each rank, the tensors that are sent to it or received from it.
 TensorsByRank = Sequence[Sequence[torch.Tensor]]
 
 
@@ -213,7 +213,7 @@ class Mailboxes:
 
 
 def slot_bytes(size: int) -> int:
-    """Bytes of a slot among ``size`` ranks: a multiple of ``ALIGNMENT`` that any row of an exchange fits."""
+    """Return the bytes of a slot among ``size`` ranks: a multiple of ``ALIGNMENT`` that any row of an exchange fits."""
     return min(MAX_SLOT, max(MIN_SLOT, MAX_MAILBOXES // (2 * size))) // ALIGNMENT * ALIGNMENT
 
 

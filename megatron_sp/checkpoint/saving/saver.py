@@ -203,7 +203,7 @@ class _Job:
             with contextlib.suppress(OSError, CheckpointError):
                 _discard(self.building)
             self.error = SaveError(str(error))
-        except Exception as error:      # a peer is gone; the main thread's collectives say which
+        except Exception as error:      # another rank has ended; the next collective of training says which one
             self.error = error
         self.ended = time.perf_counter()
 
@@ -246,5 +246,6 @@ def _discard(building: Path) -> None:
     if dist.get_rank() == 0:
         writing.remove_unfinished(building)
     else:
-        # The caller ignores an error here. It is usual: the directory still holds rank 0's files, or is gone already.
+        # The caller ignores an error here. It is expected, because the directory still holds rank 0's files, or is gone
+        # already.
         building.rmdir()

@@ -26,7 +26,8 @@ from megatron_sp.errors import CheckpointError
 class TensorWriter(dcp.FileSystemWriter):
     """torch's writer of checkpoint files, which flushes them to disk and notes their checksums.
 
-    A checksum of the bytes that were meant, unlike one of bytes that were read back, also finds a fault of the disk.
+    The checksum is computed from the bytes in memory. Unlike one computed from the written file, it also reveals bytes
+    that the disk stored wrongly.
     """
 
     def __init__(self, path: Path):
@@ -48,14 +49,15 @@ class TensorWriter(dcp.FileSystemWriter):
         Raises:
             CheckpointError: naming the file, and why it cannot be written.
         """
-        if not plan.items:      # this rank holds nothing that another rank does not write
+        if not plan.items:      # other ranks write everything that this rank holds
             return [], {}
         planner = PieceSavePlanner()
         planner.state_dict = pieces
         if not any(piece.data.is_cuda for piece in pieces.values()):
             # Without this the writer would look for a stream on the current GPU, which in a new thread is GPU 0.
             self.per_thread_copy_ahead = 0
-        self.directory.mkdir(exist_ok=True)     # rank 0 made it, and reports when this is another file system
+        # missing only on another file system than rank 0's, which rank 0 reports
+        self.directory.mkdir(exist_ok=True)
         with naming_file_in_errors(self.directory / f"__{dist.get_rank()}_0.distcp"):
             results = self.write_data(plan, planner).wait()
         return results, {name: entry_of(size, crc) for name, (size, crc) in self._files.written.items()}

@@ -31,7 +31,8 @@ class FileBatch(NamedTuple):
         times = f" x gradient_accumulation_steps {self.steps}" if self.steps else ""
         return [f"train_batch_size {self.whole} in {self.file} is not {'' if times else 'a multiple of '}"
                 f"train_micro_batch_size_per_gpu {self.micro}{times} x data-parallel size {data_parallel}, and "
-                "DeepSpeed refuses such a file; correct one of these keys, or leave them out: the flags say the batch."]
+                "DeepSpeed refuses such a file; correct one of these keys, or leave them out and let the flags give "
+                "the batch."]
 
 
 @dataclass

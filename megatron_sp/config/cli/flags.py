@@ -24,7 +24,7 @@ from megatron_sp.config.schema import Run
 from megatron_sp.errors import ConfigError
 
 _FLAG = re.compile(r"--[A-Za-z]")
-#: A switch here; Megatron-DeepSpeed's takes the kind of profiler.
+#: This flag takes no value here. In Megatron-DeepSpeed it takes the kind of profiler.
 PROFILE, PROFILERS = "--profile", ("pt", "pt-full")
 
 

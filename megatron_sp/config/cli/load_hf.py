@@ -21,7 +21,7 @@ MAY_DIFFER = {"rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_sc
               "window_attn_skip_freq", "attention_pattern_per_layer", "attention_block_size", "attention_local_blocks",
               "attention_global_blocks", "attention_random_blocks", "attention_stride", "attention_blocks_by_head",
               "attention_pattern_seed"}
-#: Files of which a directory holds at least one when it holds a tokenizer.
+#: A directory that contains one of these files holds a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -41,7 +41,7 @@ def claim_model_of_load_hf(claims: Claims) -> None:
     claims.problems += [f"{LOAD_HF} {directory}: {CONFIG}: {problem}." for problem in problems]
     if problems:
         return
-    # Positions that are weights cannot become more or fewer.
+    # Learned positions are weights, so their number cannot change.
     fixed = {"max_position_embeddings"} if fields.get("position_embedding_type") == "learned_absolute" else set()
     for name, value in fields.items():
         _claim(claims, name, value, directory, name in MAY_DIFFER - fixed)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 QUOTES = "'\""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(K|M|G|T)?(i?)B?", re.IGNORECASE)
-#: Bytes that the size of a memory must name.
+#: Smallest memory size, in bytes, that a flag may give.
 LEAST_MEMORY = 10**6
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -60,7 +60,8 @@ def parse_size(text: str, least: int = 1) -> int:
     """Return the bytes that a text such as ``80GB`` (10^9), ``40GiB`` (2^30) or ``512MiB`` names.
 
     Args:
-        least: bytes that it must name. Memories are given ``LEAST_MEMORY``, so that 80 is not read as 80 bytes.
+        least: smallest number of bytes that is accepted. For memories it is ``LEAST_MEMORY``, so that "80" is refused
+            and not read as 80 bytes.
 
     Raises:
         ValueError: with a sentence fragment saying what is expected.

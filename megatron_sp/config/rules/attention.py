@@ -67,7 +67,7 @@ def _names(model: Model) -> list[str]:
 
 
 def _window(model: Model) -> list[str]:
-    """Return a window without its length, and a length without a window."""
+    """Return a problem where sliding-window has no --window-size, or --window-size stands with other patterns."""
     names, window = _named(model), model.window_size
     if "sliding-window" in names:
         return [] if window else [f"{_flag(model)} {' '.join(names)} needs --window-size W: how many tokens a token "
@@ -81,10 +81,11 @@ def _blocks(run: Run) -> list[str]:
     model = run.model
     found = []
     if "fixed" in _named(model) and model.attention_global_blocks > model.attention_local_blocks:
-        found.append(f"--attention-global-blocks {model.attention_global_blocks} are blocks of a window of fixed, and "
-                     f"a window has --attention-local-blocks {model.attention_local_blocks}; give at most as many.")
+        found.append(f"--attention-global-blocks {model.attention_global_blocks} is more than a window of the "
+                     f"pattern fixed has: --attention-local-blocks {model.attention_local_blocks}; give at most as "
+                     "many.")
     if model.attention_block_size < 1 or model.attention_local_blocks < 1 or found:
-        return found  # the bounds say so
+        return found  # ``bound_problem`` reports values below 1
     try:
         patterns = dict.fromkeys(pattern for pattern in layer_patterns(model) if pattern is not None)
     except ConfigError as error:
@@ -97,9 +98,9 @@ def _blocks(run: Run) -> list[str]:
 
 
 def _ring(run: Run) -> list[str]:
-    """Return that patterns of blocks cannot be computed in a ring."""
+    """Return a problem where a run combines patterns of blocks with a ring."""
     ring, names = run.parallel.ring, _named(run.model)
-    with contextlib.suppress(ValueError):   # of --window-attn-skip-freq, which is reported already
+    with contextlib.suppress(ValueError):   # --window-attn-skip-freq cannot be read, which is reported already
         names = layer_names(run.model)
     if ring < 2 or all(name not in BLOCK_PATTERNS and not names_function(name) for name in names):
         return []

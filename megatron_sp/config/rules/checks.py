@@ -56,7 +56,7 @@ def check_required(run: Run) -> list[str]:
     needed = {"--num-layers": run.model.num_layers, "--hidden-size": run.model.hidden_size,
               "--num-attention-heads": run.model.num_attention_heads, "--seq-length": run.data.seq_length,
               "--lr": run.schedule.lr}
-    if run.data.seq_length_schedule:        # it says how long sequences are, or is reported itself
+    if run.data.seq_length_schedule:        # the schedule gives the lengths; if it is wrong, another rule reports it
         del needed["--seq-length"]
     return [f"{flag} is required." for flag, value in needed.items() if not value]
 
@@ -134,8 +134,8 @@ def check_kernels(run: Run) -> list[str]:
     model, train = run.model, run.train
     found = []
     if train.compile and (model.attention_dropout or model.hidden_dropout):
-        found.append("--compile needs --attention-dropout 0 and --hidden-dropout 0: masks that are keyed by sample "
-                     "cannot be compiled.")
+        found.append("--compile needs --attention-dropout 0 and --hidden-dropout 0: torch.compile cannot trace the "
+                     "dropout masks, which are drawn from a seed for each sample.")
     if train.attention_backend == "flash" and run.precision.dtype == "float32":
         found.append("--attention-core flash computes in half precision; add --bf16, or use auto.")
     if train.attention_backend == "flash" and model.attention_dropout:

@@ -76,7 +76,7 @@ def _empty_splits(run: Run, is_used: dict[str, bool]) -> list[str]:
     if is_used["train"] and prefixes and not parse_split(split)[0]:
         return [f"--split {split!r} leaves nothing for training."]
     if len(prefixes) == len(words) > 1:
-        return []       # sets without weights are read as one; one of them may well give nothing to a split
+        return []       # sets without weights are read as one set, so one of them may contribute nothing to a split
     return [problem for prefix in prefixes if (count := _num_sequences(prefix)) for name in SPLITS if is_used[name]
             and (problem := empty_split_problem(prefix, name, split, count))]
 
@@ -135,7 +135,7 @@ def hugging_face_problems(directory: str) -> list[str]:
         try:
             names = set(json.loads((path / index).read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            continue    # there is none, or it is damaged, which is reported when the weights are read
+            continue    # the index is missing or damaged, which is reported when the weights are read
         missing = sorted(str(name) for name in names if not (path / str(name)).is_file())
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         return [f"--load-hf {directory} lacks {', '.join(missing[:3])}{more}, which {index} names; download the model "

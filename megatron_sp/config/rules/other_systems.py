@@ -34,7 +34,7 @@ def other_system_problem(directory: str | Path, flag: str = "--load") -> str:
 
 
 def _is_hugging_face(path: Path) -> bool:
-    """Whether there is a config.json with a ``model_type``; a run of this program writes another config.json."""
+    """Return whether there is a config.json with a ``model_type``, which the config.json of this program lacks."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -48,7 +48,7 @@ def _megatron_kind(path: Path) -> str:
     if (path / _TRACKER).is_file() and (path / "release").is_dir():
         places.append(path / "release")
     if any((place / "manifest.json").is_file() for place in places):
-        return ""       # checkpoints of this program are there, and are found
+        return ""       # the directory holds checkpoints of this program, which will be loaded
     for place in places:
         if list(place.glob("*_model_states.pt")):
             return "Megatron-DeepSpeed"

@@ -89,6 +89,6 @@ def check_ring(run: Run) -> list[str]:
         return [problem]
     if run.parallel.ring > 1 and run.model.attention_dropout > 0:
         return [f"--attention-dropout {run.model.attention_dropout:g} is not possible with --ring-size "
-                f"{run.parallel.ring}: blocks of keys are merged from partial sums, whose probabilities no rank "
-                "sees; give --attention-dropout 0, or use --ulysses-size."]
+                f"{run.parallel.ring}: a ring merges partial results, so no rank has the attention probabilities to "
+                "drop; give --attention-dropout 0, or use --ulysses-size."]
     return []

@@ -66,6 +66,6 @@ def position_notes(run: Run) -> list[str]:
     if kind and 0 < reach < run.data.seq_length:
         notes.append(f"--rope-scaling-type {kind} reaches {reach:g} tokens (--original-max-position-embeddings "
                      f"{model.original_max_position_embeddings} x --rotary-scaling-factor "
-                     f"{model.rotary_scaling_factor:g}), and --seq-length is {run.data.seq_length}: positions behind "
+                     f"{model.rotary_scaling_factor:g}), and --seq-length is {run.data.seq_length}: positions beyond "
                      "that are new to the model.")
     return notes

@@ -40,7 +40,7 @@ class LengthCounts:
         self.counts.update(dict(zip(rounded.tolist(), counts.tolist())))
 
     def percentiles(self) -> dict[int, int]:
-        """Return, for each percentage, a length that so many of the documents do not exceed."""
+        """Return, for each percentage, a length that this share of the documents does not exceed."""
         lengths = np.array(sorted(self.counts), dtype=np.int64)
         if not len(lengths):
             return {}

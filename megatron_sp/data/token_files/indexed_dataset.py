@@ -236,7 +236,7 @@ class IndexedDataset:
                          "that a run reads.")
 
     def fingerprint(self) -> str:
-        """Stable hash of the sequence lengths: all that the order of samples depends on."""
+        """Return a stable hash of the sequence lengths, which are all that the order of samples depends on."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(np.ascontiguousarray(self.lengths))
         return digest.hexdigest()

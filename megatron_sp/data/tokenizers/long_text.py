@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: A function that cuts a text into parts of at least so many characters each, except the last part.
+#: A function (text, length) that cuts a text into parts of at least ``length`` characters; the last may be shorter.
 Cutter = Callable[[str, int], Iterator[str]]
 
 #: Characters that are letters or digits in every version of Unicode. A tokenizer library may use an older version than

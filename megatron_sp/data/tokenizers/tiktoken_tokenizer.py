@@ -19,7 +19,7 @@ PATTERNS = {
           r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-LARGEST = 1 << 17  # ids where --vocab-size does not say it
+LARGEST = 1 << 17  # largest number of ids if --vocab-size is not given
 
 
 class TikTokenizer(Tokenizer):

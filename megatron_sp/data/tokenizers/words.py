@@ -48,7 +48,7 @@ class WordCache:
         missing = {word for words in split if words for word in words}
         missing.difference_update(self._known)
         if len(self._known) + len(missing) > MOST_WORDS:
-            self._known.clear()  # the words that are used at present come back at once
+            self._known.clear()  # frequent words are encoded once more and are then in the cache again
             missing = {word for words in split if words for word in words}
         if missing:
             new = list(missing)

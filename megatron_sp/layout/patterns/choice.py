@@ -78,7 +78,7 @@ def pattern_of(model: Model, name: str) -> BlockPattern | None:
 
 
 def seen_in_words(model: Model) -> str:
-    """Return what of the causal half of attention the model computes, for reports; "" where it computes all of it."""
+    """Return text for reports on which part of causal attention the model computes; "" if it computes all of it."""
     words = [" within the window"] * any(layer_windows(model)) + [" in the blocks of the pattern"] * any(
         layer_patterns(model))
     return " or".join(words)

@@ -61,7 +61,7 @@ class MetricsFile:
                 if num_unreadable:
                     metrics.notes.append(
                         f"WARNING: {metrics.path} has {num_unreadable} unreadable line{'s' * (num_unreadable > 1)}; it "
-                        f"is kept as {_set_aside(metrics.path)}, and the readable rows go on in {metrics.path}")
+                        f"is kept as {_set_aside(metrics.path)}, and the readable rows are kept in {metrics.path}")
                 aside = metrics.path.with_suffix(".building")
                 aside.write_text("".join(json.dumps(row) + "\n" for row in rows if row["iteration"] <= iteration))
                 os.replace(aside, metrics.path)

@@ -61,7 +61,7 @@ class Recorder:
                 self.say(note)
 
     def enter_phase(self, run: Run) -> None:
-        """Count work and speed in sequences of a phase, given the run as it is in that phase."""
+        """From now on compute FLOPs and speed for the sequences of a phase, of which ``run`` is the configuration."""
         self.seq_length = run.data.seq_length
         self.flops, self.repeats = sequence_flops(run.model, run.data.seq_length), repeats_of(run)
 
@@ -144,8 +144,8 @@ class Recorder:
         except OSError as error:
             if name not in self._failed_files:
                 self._failed_files.add(name)
-                self.say(f"WARNING: {name} cannot be written ({error.strerror or error}). Training goes on, what "
-                         "should be written there is lost; free space or give write permission")
+                self.say(f"WARNING: {name} cannot be written ({error.strerror or error}). Training continues, but "
+                         "what should be written there is lost; free space or give write permission")
 
     def _row(self, step: StepReport, peak: int) -> dict[str, Any]:
         """Return the row of metrics.jsonl for a step, with numbers in full precision."""

@@ -62,7 +62,7 @@ def test_each_phase_has_a_layout_of_its_own(tmp_path: Path) -> None:
         assert [error for _, error in outcomes] == ["", ""]
         said.append(outcomes[0][0])
     assert_close(save, straight(tmp_path))
-    assert f"phase 1 of --seq-length-schedule is finished; go on with the same flags, --load {save} and " \
+    assert f"phase 1 of --seq-length-schedule is finished; continue with the same flags, --load {save} and " \
            "--seq-length-phase 2" in said[0]
     assert "phase 3 of 3: sequences of 64 tokens, 4 in a step, from sample 20 (samples of 64 tokens)" in said[2]
 

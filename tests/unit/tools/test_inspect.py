@@ -136,7 +136,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("words, said", [
     ("documents A 3", "3 is not within the 2 documents"), ("documents A 1..0", "1..0 is not within"),
     ("documents A x", "'x' names no documents"), ("documents A", "required"), ("frobnicate A", "no command"),
-    ("A", "the first word is one of sizes, documents, samples, check, compare"),
+    ("A", "the first argument must be one of sizes, documents, samples, check, compare"),
     ("sizes A --lenght 3", "--lenght is no flag"), ("documents A 0 --tokens -1", "--tokens -1 must be at least 0"),
     ("documents A 0 --tokens x", "invalid int value"),
     ("samples 9999 --world-size 4 RUN", "9999 is not within the"),

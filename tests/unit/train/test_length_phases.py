@@ -89,4 +89,4 @@ def test_the_farewell_says_how_to_go_on() -> None:
     phase = Phase.of(run, 1, 0)
     assert "--save and --load and --seq-length-phase 2" in farewell(run, phase)
     saving = replace(run, checkpoint=replace(run.checkpoint, save="here"))
-    assert "go on with the same flags, --load here and --seq-length-phase 2" in farewell(saving, phase)
+    assert "continue with the same flags, --load here and --seq-length-phase 2" in farewell(saving, phase)

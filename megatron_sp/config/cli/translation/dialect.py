@@ -10,9 +10,9 @@ from megatron_sp.config.cli.values import parse_choice, parse_int, strip_quotes
 _NO_SIGN = {"--local-rank", "--calculate-per-token-loss", "--deterministic-mode", "--use-cpu-initialization"}
 GELU = "--gelu-approximation"
 FUSED_GELU = "Megatron's fused GELU"
-#: A loss scale up to this is likely meant as a power of two.
+#: A static loss scale up to this number is probably meant as an exponent: 12 for 2^12.
 LARGEST_POWER = 32
-#: Tokens of a chunk of Megatron-DeepSpeed's FPDT where the command line does not say.
+#: Default chunk size of Megatron-DeepSpeed's FPDT, in tokens.
 FPDT_CHUNK = 65536
 
 
@@ -60,7 +60,7 @@ def _loss_mean(claims: Claims) -> None:
 
 
 def _loss_scale(claims: Claims) -> None:
-    """Note a static loss scale so small that it is likely meant as the power of two of a dynamic one."""
+    """Note a static loss scale so small that it is probably meant as the exponent of a dynamic scale's power of two."""
     scale = claims.claimed("precision.loss_scale")
     if scale and scale <= LARGEST_POWER and claims.claimed("precision.fp16") and "--deepspeed" not in claims.given:
         claims.notes.append(f"--loss-scale {scale:g} is a static scale of {scale:g}. Some scripts for "
