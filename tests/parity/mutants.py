@@ -106,9 +106,9 @@ MUTANTS = {
         "parallel/zero.py", "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)", 2,
         f"{U2} --zero-stage 2", "gradient"),
     "no sum where a tensor-parallel region is left": Mutant(
-        "parallel/tensor.py", "else reduce_from_group(x, self.group)", "else x", 2, TP2, "loss"),
+        "parallel/tensor.py", "return reduce_from_group(x, self.group)", "return x", 2, TP2, "loss"),
     "no sum of input gradients over tp": Mutant(
-        "parallel/tensor.py", "else copy_to_group(x, self.group)", "else x", 2, TP2, "gradient of"),
+        "parallel/tensor.py", "return copy_to_group(x, self.group)", "return x", 2, TP2, "gradient of"),
     "no sum of a tied weight's gradients": Mutant(
         "train/forward_backward.py", "self.model.tied.sum_gradients()", "pass", 2, PP2, "gradient of embedding.word"),
     "key/value heads of the first tp rank, replicated": Mutant(
