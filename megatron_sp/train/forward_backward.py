@@ -6,7 +6,7 @@ loops over the microbatches and accumulates gradients, ``PipelineEngine`` runs a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,14 +41,15 @@ class Engine:
     def __init__(self, model: nn.Module, mesh: ParallelMesh, timers: Timers, *, zero_stage: int, sum_copies: bool,
                  recurrence: ChunkRecurrence):
         self.model, self.mesh, self.timers, self.recurrence = model, mesh, timers, recurrence
-        self.zero_stage, self.sum_copies = zero_stage, sum_copies
+        self.zero_stage, self.sum_copies, self.copies = zero_stage, sum_copies, DeviceCopies.of(mesh.device)
         self.microbatch_losses: list[torch.Tensor] = []
 
     def forward_backward(self, microbatches: Sequence[Microbatch], denominator: torch.Tensor | float) -> torch.Tensor:
         """Add the gradients of ``sum of losses / denominator`` to the parameters.
 
         Args:
-            microbatches: this rank's tokens, on its device.
+            microbatches: this rank's tokens, on its device or in host memory. While one of them is computed, the next
+                is copied to the device.
             denominator: valid tokens of the whole global batch, divided by the loss scale.
 
         Returns:
@@ -58,7 +59,7 @@ class Engine:
         self.model.train()
         self.microbatch_losses = []
         total = torch.zeros((), device=self.mesh.device)
-        for index, batch in enumerate(microbatches):
+        for index, batch in enumerate(one_ahead(microbatches, self.copies)):
             loss = self._gradients(batch, denominator, is_last=index == len(microbatches) - 1)
             self.microbatch_losses.append(loss)
             total = total + loss
@@ -132,7 +133,7 @@ class PipelineEngine:
         """Run the schedule, which adds the gradients to the parameters; arguments and result as for ``Engine``."""
         self.model.train()
         self.denominator = denominator
-        self.microbatch_losses = self.runner.train(microbatches)
+        self.microbatch_losses = self.runner.train([batch.to(self.mesh.device) for batch in microbatches])
         if self.sum_copies:
             sum_over_copies(self.model, self.mesh)
         sum_over_tensor_ranks(self.model, self.mesh)
@@ -159,6 +160,61 @@ class PipelineEngine:
         # fp64 on every stage, because the caller sums this number over the pp ranks, whose types must be equal.
         total = torch.zeros((), device=self.mesh.device, dtype=torch.float64)
         return total + torch.stack(list(losses)).sum() if losses else total
+
+
+class DeviceCopies:
+    """Copies microbatches to the device at once; the host waits unless they are in pinned memory."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @staticmethod
+    def of(device: torch.device) -> DeviceCopies:
+        """Return copies for a device: on a GPU beside its computation."""
+        return SideStreamCopies(device) if device.type == "cuda" else DeviceCopies(device)
+
+    def start(self, batch: Microbatch) -> Microbatch:
+        """Start the copy of a microbatch."""
+        return batch.to(self.device)
+
+    def finish(self, copy: Microbatch) -> Microbatch:
+        """Return a started copy, which may be computed with from now on."""
+        return copy
+
+
+class SideStreamCopies(DeviceCopies):
+    """Copies microbatches on a stream of their own, beside what the GPU computes."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.stream = torch.cuda.Stream(device)
+
+    def start(self, batch: Microbatch) -> Microbatch:
+        """See ``DeviceCopies.start``."""
+        with torch.cuda.stream(self.stream):
+            return super().start(batch)
+
+    def finish(self, copy: Microbatch) -> Microbatch:
+        """See ``DeviceCopies.finish``. The computation waits for the copies, and the host does not."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self.stream)
+        for tensor in (copy.tokens, copy.labels, copy.positions):
+            tensor.record_stream(current)  # else its memory might be used for a later copy too early
+        return copy
+
+
+def one_ahead(microbatches: Sequence[Microbatch], copies: DeviceCopies) -> Iterator[Microbatch]:
+    """Yield copies of the microbatches on the device. When one is yielded, the copy of the next has been started."""
+    ahead: Microbatch | None = None
+    for batch in microbatches:
+        if ahead is not None:
+            ready = copies.finish(ahead)
+            ahead = copies.start(batch)
+            yield ready
+        else:
+            ahead = copies.start(batch)
+    if ahead is not None:
+        yield copies.finish(ahead)
 
 
 class ScheduleRunner:

@@ -170,7 +170,7 @@ class TrainStep:
         """Add the gradients of one global batch to the parameters, which hold none before.
 
         Args:
-            microbatches: this rank's tokens of the global batch, on the model's device.
+            microbatches: this rank's tokens of the global batch, on the model's device or in host memory.
             votes: called after backward; returns numbers of this rank that are summed over all ranks in the same
                 reduction (whether the rank was asked to stop, for example).
 

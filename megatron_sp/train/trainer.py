@@ -206,8 +206,8 @@ class Trainer:
         first, count = state.consumed_samples * parts, samples * parts      # sequences of this phase
         with timers("batch"):
             assert self.readers.train is not None
-            batches = self.readers.train.read(first, count, self.run.train.micro_batch_size)
-            local = [batch.to(self.mesh.device) for batch in batches]      # each holds this rank's s/sp tokens
+            # Each holds this rank's s/sp tokens, in host memory that is pinned for a GPU.
+            local = self.readers.train.read(first, count, self.run.train.micro_batch_size)
         totals, learning_rate = self.step.train(local, state.scheduler_samples, self._stop_votes,
                                                 lambda totals: self._note_failure(totals, first, count))
         state.advance(samples, samples * self.run.data.seq_length, updated=totals.allows_update,

@@ -176,6 +176,20 @@ def test_compiled_layers_compute_the_same(device: torch.device, flags: str) -> N
     assert compiled == pytest.approx(eager, rel=0.02 if flags else 1e-4)
 
 
+def test_microbatches_arrive_whole_from_a_stream_of_their_own(device: torch.device) -> None:
+    """The computation keeps the GPU busy, so that copies which nobody waits for would be seen."""
+    from megatron_sp.data.batch import Microbatch
+    from megatron_sp.train.forward_backward import DeviceCopies, one_ahead
+
+    texts = [torch.randint(0, 97, (1, 2**20)) for _ in range(5)]
+    batches = [Microbatch(text, text + 1, text + 2, (0,), text.numel()).pinned() for text in texts]
+    matrix = torch.randn(4096, 4096, device=device)
+    for text, batch in zip(texts, one_ahead(batches, DeviceCopies.of(device)), strict=True):
+        sums = torch.stack([batch.tokens.sum(), batch.labels.sum(), batch.positions.sum()])
+        matrix @ matrix
+        assert sums.tolist() == [text.sum().item() + n * text.numel() for n in range(3)]
+
+
 def test_a_copy_stream_runs_beside_computation(device: torch.device, tmp_path: Path) -> None:
     """Offloading relies on it: a copy from pinned memory and a product take less than one after the other."""
     host = torch.empty(2**27, dtype=torch.uint8, pin_memory=True)

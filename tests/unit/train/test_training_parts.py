@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_sp.data.batch import Microbatch
+from megatron_sp.train.forward_backward import DeviceCopies, one_ahead
 from megatron_sp.train.garbage import GarbageCollection
 from megatron_sp.train.health.replicas import bit_hash
 from megatron_sp.train.report.peak_flops import peak_tflops
@@ -145,3 +147,26 @@ def test_unfused_attention_to_long_sequences_is_told(flags: str, words: list[str
     lines = unfused_warnings(run)
     assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines))
     assert all("Give --attention-" in line for line in lines)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_next_microbatch_is_copied_while_one_is_computed(count: int) -> None:
+    """The computation waits for its own microbatch before the copy of the next starts, so never for the next."""
+    events: list[str] = []
+
+    class Copies(DeviceCopies):
+        def start(self, batch: Microbatch) -> Microbatch:
+            events.append(f"copy {batch.num_valid}")
+            return super().start(batch)
+
+        def finish(self, copy: Microbatch) -> Microbatch:
+            events.append(f"wait {copy.num_valid}")
+            return super().finish(copy)
+
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    batches = [Microbatch(tokens, tokens, tokens, (0,), number) for number in range(count)]
+    for batch in one_ahead(batches, Copies(torch.device("meta"))):
+        assert batch.tokens.device.type == "meta"
+        events.append(f"compute {batch.num_valid}")
+    assert events == {0: [], 1: ["copy 0", "wait 0", "compute 0"], 3: [
+        "copy 0", "wait 0", "copy 1", "compute 0", "wait 1", "copy 2", "compute 1", "wait 2", "compute 2"]}[count]
