@@ -44,7 +44,7 @@ def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) ->
     """Return the initial value of the full parameter of this name, fp32 on the CPU.
 
     Args:
-        shape: of the full parameter; for vocabulary weights without the padding rows.
+        shape: shape of the full parameter; for vocabulary weights without the padding rows.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)

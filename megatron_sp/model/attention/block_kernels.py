@@ -28,7 +28,7 @@ class UnfusedBlockKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``ring.BlockKernel``."""
+        """Return the output [b, t, n, d] and the log-sum-exp [b, n, t] of one block; see ``ring.BlockKernel``."""
         parts = []
         for rows in query_blocks(q.shape[1]):
             seen = rows.stop if causal else k.shape[1]
@@ -37,7 +37,7 @@ class UnfusedBlockKernel:
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
-        """See ``ring.BlockKernel``. Source: Dao et al. (arXiv 2205.14135), algorithm 4."""
+        """Return the gradients of q, k and v (Dao et al., arXiv 2205.14135, algorithm 4); see ``ring.BlockKernel``."""
         wide = torch.promote_types(q.dtype, torch.float32)
         groups, scale = k.shape[2], 1.0 / math.sqrt(q.shape[-1])
         q_, grad_, o_ = (x.to(wide).unflatten(2, (groups, -1)) for x in (q, grad, o))  # [b, t, g, n/g, d]
@@ -67,13 +67,13 @@ class CPUFlashBlockKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``ring.BlockKernel``."""
+        """Return the output [b, t, n, d] and the log-sum-exp [b, n, t] of one block; see ``ring.BlockKernel``."""
         o, lse = torch_internals.cpu_flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
         return o.transpose(1, 2), lse
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
-        """See ``ring.BlockKernel``."""
+        """Return the gradients of q, k and v; see ``ring.BlockKernel``."""
         grad, q, k, v, o = (x.transpose(1, 2) for x in (grad, q, k, v, o))
         dq, dk, dv = torch_internals.cpu_flash_attention_backward(grad, q, k, v, o, lse, causal)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
@@ -89,12 +89,12 @@ class GPUFlashBlockKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``ring.BlockKernel``."""
+        """Return the output [b, t, n, d] and the log-sum-exp [b, n, t] of one block; see ``ring.BlockKernel``."""
         return torch_internals.gpu_flash_attention(q, k, v, causal)
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
-        """See ``ring.BlockKernel``."""
+        """Return the gradients of q, k and v; see ``ring.BlockKernel``."""
         return torch_internals.gpu_flash_attention_backward(grad, q, k, v, o, lse, causal)
 
 
@@ -116,14 +116,14 @@ class CopyingGPUFlashBlockKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``ring.BlockKernel``."""
+        """Return the output [b, t, n, d] and the log-sum-exp [b, n, t] of one block; see ``ring.BlockKernel``."""
         k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
         o, lse = torch_internals.gpu_sdpa_flash(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
         return o.transpose(1, 2), lse
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
-        """See ``ring.BlockKernel``."""
+        """Return the gradients of q, k and v, a head's copies summed in fp32; see ``ring.BlockKernel``."""
         copies = q.shape[2] // k.shape[2]
         k, v = copy_heads(k, q.shape[2]), copy_heads(v, q.shape[2])
         grad, q, k, v, o = (x.transpose(1, 2) for x in (grad, q, k, v, o))

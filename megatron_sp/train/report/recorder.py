@@ -144,7 +144,7 @@ class Recorder:
         except OSError as error:
             if name not in self._failed_files:
                 self._failed_files.add(name)
-                self.say(f"WARNING: {name} cannot be written ({error.strerror or error}). Training continues, but "
+                self.say(f"WARNING: {name} cannot be written ({error.strerror or error}). Training goes on, but "
                          "what should be written there is lost; free space or give write permission")
 
     def _row(self, step: StepReport, peak: int) -> dict[str, Any]:
