@@ -413,8 +413,8 @@ class Train:
     eval_interval: int = flag(1000, "Iterations between evaluations.")
     eval_iters: int = flag(100, "Global batches in each evaluation; with 0 there is no validation and no test.")
     skip_train: bool = flag(False, "Evaluate without training.")
-    check_replicas: int = flag(0, "After every this many iterations, ranks compare their copies of each weight and "
-                                  "moment bit by bit, and the run stops if copies differ. 0: never.",
+    check_replicas: int = flag(0, "Number of iterations after which ranks compare their copies of each weight and "
+                                  "moment bit by bit, again and again. The run stops if copies differ. 0: never.",
                                "--check-replicas", "--check-weight-hash-across-dp-replicas-interval")
     manual_gc: bool = flag(False, "Collect Python's garbage at the same moments on all ranks: before training, around "
                                   "evaluations and every manual-gc-interval iterations. Otherwise each rank collects "
