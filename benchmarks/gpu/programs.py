@@ -8,7 +8,9 @@ Ours splits a sequence over all ranks (Ulysses) and computes one for each rank i
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,10 @@ from megatron_sp.config.resolve import with_vocab
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
 from megatron_sp.layout.tokens import SequenceLayout
+from megatron_sp.model.attention.flash import FlashSearch, Wanted, find_flash_attention, restore_torchs_flash
 from megatron_sp.model.build import build_model
+from megatron_sp.model.child_trials import Outcome, try_in_children
+from megatron_sp.model.kernels import choose_kernels
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.train.train_step import TrainStep
 
@@ -72,10 +77,21 @@ def our_run(shape: Shape, layers: int, length: int, further: str, *, on_gpu: boo
     return with_vocab(run, shape.vocab)
 
 
+def find_once(wanted: Wanted, device: torch.device) -> FlashSearch:
+    """Return the fastest version of flash attention. The same trials are made only once in this program."""
+    return find_flash_attention(wanted, device, attempt=lambda *task: _trials(json.dumps(task)))
+
+
+@functools.cache
+def _trials(task: str) -> dict[str, Outcome]:
+    return try_in_children(*json.loads(task))
+
+
 def our_step(run: Run, device: torch.device) -> Step:
     """Return a step of real training (``train.train_step``)."""
     mesh = ParallelMesh.build(run.parallel, device)
-    whole = TrainStep.build(run, build_model(run, mesh), mesh)
+    kernels = choose_kernels(run, device, mesh.group("tp"), find=find_once)
+    whole = TrainStep.build(run, build_model(run, mesh, kernels=kernels), mesh)
     length = run.data.seq_length
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(0, run.model.vocab_size, (1, length + 1), generator=generator)
@@ -94,6 +110,7 @@ def transformers_step(shape: Shape, layers: int, length: int, device: torch.devi
     """Return a step of a plain loop around transformers' Llama with FSDP2."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    restore_torchs_flash()  # a version that our run put in its place would compute this program's attention too
     config = LlamaConfig(hidden_size=shape.hidden, num_attention_heads=shape.heads, num_hidden_layers=layers,
                          num_key_value_heads=shape.kv_heads, intermediate_size=shape.ffn, vocab_size=shape.vocab,
                          max_position_embeddings=length, use_cache=False)
@@ -114,6 +131,7 @@ def torchtitan_step(shape: Shape, layers: int, length: int, device: torch.device
     Raises:
         ImportError: torchtitan or a package that it needs is not installed, or it is another version.
     """
+    restore_torchs_flash()
     llama, common = (importlib.import_module(f"torchtitan.models.{name}") for name in ("llama3", "common"))
     try:
         width = shape.hidden // shape.heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +15,7 @@ from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.layout.sharding import may_overlap_tensor
 from megatron_sp.model.attention.block_kernels import ChosenBlockKernel, UnfusedBlockKernel, choose_block_kernel
 from megatron_sp.model.attention.cores import AttentionCore, SDPACore, choose_core, failure_warnings
-from megatron_sp.model.attention.flash import Wanted, active_version, find_flash_attention
+from megatron_sp.model.attention.flash import FlashSearch, Wanted, active_version, find_flash_attention
 from megatron_sp.model.attention.flex import FlexAttention, passes_flex_trial
 from megatron_sp.model.attention.patterns import PatternAttention
 from megatron_sp.model.attention.window import WindowAttention
@@ -49,7 +50,8 @@ class Kernels:
     results: KeptResults = field(default_factory=KeptResults)
 
 
-def choose_kernels(run: Run, device: torch.device, tensor_group: dist.ProcessGroup | None = None) -> Kernels:
+def choose_kernels(run: Run, device: torch.device, tensor_group: dist.ProcessGroup | None = None, *,
+                   find: Callable[[Wanted, torch.device], FlashSearch] | None = None) -> Kernels:
     """Return the kernels of a run. Kernels of other packages are tried on small examples first, which takes a moment.
 
     All ranks call this together. The order matters: a version of flash attention that takes the place of torch's own is
@@ -58,11 +60,12 @@ def choose_kernels(run: Run, device: torch.device, tensor_group: dist.ProcessGro
     Args:
         tensor_group: the ranks of tensor parallelism, among which ``--tp-comm-overlap`` is tried; all of them call this
             together. None: it is not used.
+        find: searches for the fastest version of flash attention; None: ``find_flash_attention``.
 
     Raises:
         ConfigError: a kernel that the user named cannot be used here.
     """
-    kernels = _choose_layer_kernels(run, device)
+    kernels = _choose_layer_kernels(run, device, find or find_flash_attention)
     if tensor_group is None or not may_overlap_tensor(run):
         return kernels
     problem = tensor_overlap_problem(tensor_group, device)
@@ -72,13 +75,14 @@ def choose_kernels(run: Run, device: torch.device, tensor_group: dist.ProcessGro
     return replace(kernels, overlaps_tensor=True)
 
 
-def _choose_layer_kernels(run: Run, device: torch.device) -> Kernels:
+def _choose_layer_kernels(run: Run, device: torch.device, find: Callable[[Wanted, torch.device],
+                                                                         FlashSearch]) -> Kernels:
     """Return the kernels of attention, norms and loss."""
     products_in_fp32 = device.type == "cuda" and adds_products_in_fp32(device)
     choice, dtype = run.train.fused_kernels, getattr(torch, run.precision.dtype)
     results = KeptResults()
     norms = choose_norm_kernels("torch" if choice == "auto" and run.train.compile else choice, device)
-    search = find_flash_attention(wanted_flash(run), device) if tries_flash(run, device) else None
+    search = find(wanted_flash(run), device) if tries_flash(run, device) else None
     if uses_blocks(run):
         chosen = _block_kernel(run, device, dtype, "ring" if run.parallel.ring > 1 else "chunks")
         core = SDPACore(windowed=WindowAttention(chosen.kernel, results.once),

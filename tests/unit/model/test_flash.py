@@ -329,3 +329,15 @@ def test_a_package_that_crashes_leaves_the_run_torchs_kernel(monkeypatch: pytest
     q, k, v = (torch.randn(1, 20, heads, 32) for heads in (4, 2, 2))
     torch.testing.assert_close(choose_core("auto", dropout=False, search=search).core(q, k, v), UnfusedCore()(q, k, v))
     assert CPUFlashBlockKernel.description  # the run goes on
+
+
+def test_a_benchmark_of_many_runs_tries_the_versions_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import programs
+
+    registry = Registry(monkeypatch, {"FA4": fine(1)})
+    monkeypatch.setattr(programs, "try_in_children", registry.attempt)
+    for wanted in (WANTED, Wanted("bfloat16", 64), WANTED):
+        assert programs.find_once(wanted, GPU).found is not None
+    assert registry.events.count(TRY_ALL) == 2 and registry.active == "FA4"
+    flash.restore_torchs_flash()
+    assert registry.active is None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._functorch.aot_autograd import make_boxed_func
 
+from benchmarks.fake_ranks import LLAMA, fake_group
 from megatron_sp.config.load import load_run
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.model.block import Block
@@ -20,7 +21,6 @@ from megatron_sp.model.build import build_model
 from megatron_sp.model.kernels import choose_kernels, kernels_in_words
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import products
-from tests.helpers.fake_ranks import LLAMA, fake_group
 
 FLAGS = "--tensor-model-parallel-size 2 --sequence-parallel --compile --tp-comm-overlap"
 
