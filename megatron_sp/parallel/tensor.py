@@ -9,6 +9,7 @@ replicated parameter is a part of a sum, which ``gradients.sum_over_tensor_ranks
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +126,13 @@ class ColumnParallelLinear(nn.Module):
         return weight[rows], None if bias is None else bias[rows]
 
 
-@torch.library.custom_op("megatron_sp::add_product", mutates_args=("total",), tags=(torch.Tag.flexible_layout,))
+def _any_layout() -> dict[str, Any]:
+    """Return what tells torch's compiler not to copy an operator's arguments, where this torch can be told."""
+    can_be_told = "tags" in inspect.signature(torch.library.custom_op).parameters
+    return {"tags": (torch.Tag.flexible_layout,)} if can_be_told else {}
+
+
+@torch.library.custom_op("megatron_sp::add_product", mutates_args=("total",), **_any_layout())
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Add the product of two matrices to ``total``, in place also in compiled code.
 
