@@ -88,7 +88,7 @@ def _choose_layer_kernels(run: Run, device: torch.device, find: Callable[[Wanted
         core = SDPACore(windowed=WindowAttention(chosen.kernel, results.once),
                         patterned=PatternAttention(chosen.kernel, results.once), once=results.once)
         warnings = failure_warnings(search, run.model.head_dim, chosen.kernel.description) if search else ()
-        return Kernels(core, chosen.kernel, norms, warnings + chosen.warnings, products_in_fp32,
+        return Kernels(core, chosen.kernel, norms, norms.warnings + warnings + chosen.warnings, products_in_fp32,
                        results=results)
     windowed: WindowAttention | None = None
     patterned: PatternAttention | FlexAttention | None = None
@@ -105,8 +105,8 @@ def _choose_layer_kernels(run: Run, device: torch.device, find: Callable[[Wanted
                         windowed=windowed, patterned=patterned, search=search, once=results.once)
     inside = getattr(found.core, "inside_documents", None)
     blocks_are_used = (windows and (inside is None or inside.varlen is None)) or isinstance(patterned, PatternAttention)
-    return Kernels(found.core, UnfusedBlockKernel(), norms, found.warnings + (missing if blocks_are_used else ()),
-                   products_in_fp32, results=results)
+    warnings = norms.warnings + found.warnings + (missing if blocks_are_used else ())
+    return Kernels(found.core, UnfusedBlockKernel(), norms, warnings, products_in_fp32, results=results)
 
 
 def tries_flash(run: Run, device: torch.device) -> bool:

@@ -7,15 +7,18 @@ an error; ``auto`` then uses torch's norms.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from megatron_sp.errors import ConfigError
-from megatron_sp.model.kernel_trial import same_results
+from megatron_sp.model.child_trials import Outcome, try_in_children
+from megatron_sp.model.kernel_trial import disagreement
+from megatron_sp.parallel.collectives import gather_objects
 
 #: (x [..., h], weight [h], epsilon) -> [..., h]
 RMSNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -25,28 +28,37 @@ LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Te
 #: Package -> the module that holds its functions, and the name to install it by.
 PACKAGES = {"apex": ("apex.normalization.fused_layer_norm", "apex (from source: github.com/NVIDIA/apex)"),
             "liger": ("liger_kernel.ops", "liger-kernel")}
+#: The function that a child calls for each package.
+TRIAL = "megatron_sp.model.norm_kernels:try_norms"
+#: See ``child_trials.try_in_children``.
+Attempt = Callable[[str, Sequence[str], Mapping[str, Any]], dict[str, Outcome]]
 
 
 @dataclass(frozen=True)
 class NormKernels:
-    """The functions that ``Norm`` computes with. None stands for torch's own."""
+    """The functions that ``Norm`` computes with. None stands for torch's own.
+
+    Args:
+        warnings: sentences for the log on packages that are installed and cannot be used here.
+    """
 
     name: str = "torch"
     rms_norm: RMSNorm | None = None
     layer_norm: LayerNorm | None = None
+    warnings: tuple[str, ...] = ()
 
 
-def choose_norm_kernels(choice: str, device: torch.device) -> NormKernels:
+def choose_norm_kernels(choice: str, device: torch.device, attempt: Attempt = try_in_children) -> NormKernels:
     """Return the kernels that ``--fused-kernels`` names.
 
     "auto" on a GPU means the first package that can be imported and gives the same results as torch. If there is none,
-    and on other devices, it means torch.
+    and on other devices, it means torch. Packages are tried in child processes, and all ranks call this together.
 
     Raises:
         ConfigError: the flag names a package, and the device is not a GPU or the package cannot be imported.
     """
     if choice == "auto" and device.type == "cuda":
-        return _first_that_agrees(device)
+        return _first_that_agrees(device, attempt)
     if choice in ("auto", "torch"):
         return NormKernels()
     flag = f"--fused-kernels {choice}"
@@ -97,18 +109,39 @@ def _require_package(flag: str, package: str) -> Any:
                           "or leave the flag out to use torch's own kernels") from None
 
 
-def _first_that_agrees(device: torch.device) -> NormKernels:
-    for name in PACKAGES:
-        try:
-            kernels = choose_norm_kernels(name, device)
-        except ConfigError:
-            continue  # the package is not installed
-        if _agrees_with_torch(kernels, device):
-            return kernels
-    return NormKernels()
+def _first_that_agrees(device: torch.device, attempt: Attempt) -> NormKernels:
+    """Return the first package that is installed and passes its trial on all ranks, else torch's norms."""
+    names = [name for name in PACKAGES if _may_be_installed(name)]
+    if not names:
+        return NormKernels()
+    every_rank = gather_objects(attempt(TRIAL, names, {"device": str(device)}))
+    warnings = tuple(f"the norm kernel of {name} {why}. It is not used." for name in names
+                     if (why := next((rank[name].why for rank in every_rank if rank[name].why), "")))
+    for name in names:
+        if all(rank[name].passed for rank in every_rank):
+            return replace(choose_norm_kernels(name, device), warnings=warnings)
+    return NormKernels(warnings=warnings)
 
 
-def _agrees_with_torch(kernels: NormKernels, device: torch.device) -> bool:
+def _may_be_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(PACKAGES[package][0].partition(".")[0]) is not None
+    except ValueError:  # a module that was imported without a specification
+        return True
+
+
+def try_norms(package: str, *, device: str) -> Outcome:
+    """Compare the norms of a package with torch's. Runs in a child process."""
+    try:
+        kernels = choose_norm_kernels(package, torch.device(device))
+    except ConfigError:
+        return Outcome(False, missing=True)
+    why = _disagreement_with_torch(kernels, torch.device(device))
+    return Outcome(not why, why)
+
+
+def _disagreement_with_torch(kernels: NormKernels, device: torch.device) -> str:
+    """Return what is wrong with the norms, in words that follow their name; "" if nothing is."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_()
                        for shape in ((16, 64), (64,), (64,)))
@@ -117,4 +150,4 @@ def _agrees_with_torch(kernels: NormKernels, device: torch.device) -> bool:
         pairs.append((lambda: rms(x, weight, 1e-5), lambda: F.rms_norm(x, (64,), weight, 1e-5)))
     if (layer := kernels.layer_norm) is not None:
         pairs.append((lambda: layer(x, weight, bias, 1e-5), lambda: F.layer_norm(x, (64,), weight, bias, 1e-5)))
-    return all(same_results(kernel, reference, (x, weight)) for kernel, reference in pairs)
+    return next((why for kernel, reference in pairs if (why := disagreement(kernel, reference, (x, weight)))), "")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,6 +30,7 @@ from megatron_sp.model.attention.block_kernels import (
     choose_block_kernel,
 )
 from megatron_sp.model.attention.cores import SDPACore, gpu_form
+from megatron_sp.model.child_trials import Outcome
 from megatron_sp.model.kernels import choose_kernels, kernels_in_words
 from megatron_sp.model.norm import rms_norm
 from megatron_sp.model.norm_kernels import PACKAGES, choose_norm_kernels
@@ -56,9 +59,18 @@ def test_auto_takes_a_package_that_agrees(monkeypatch: pytest.MonkeyPatch, offse
     package = SimpleNamespace(
         fused_rms_norm_affine=lambda x, weight, shape, eps: F.rms_norm(x, tuple(shape), weight + offset, eps),
         fused_layer_norm_affine=lambda x, weight, bias, shape, eps: F.layer_norm(x, tuple(shape), weight, bias, eps))
+    monkeypatch.setitem(sys.modules, "apex", package)
     monkeypatch.setitem(sys.modules, PACKAGES["apex"][0], package)
     monkeypatch.setattr(norm_kernels, "require_gpu", lambda flag, device: None)
-    assert norm_kernels._first_that_agrees(CPU).name == used
+
+    def in_this_process(trial: str, names: Sequence[str], given: Mapping[str, Any]) -> dict[str, Outcome]:
+        assert trial == "megatron_sp.model.norm_kernels:try_norms"
+        return {name: norm_kernels.try_norms(name, **given) for name in names}
+
+    chosen = norm_kernels._first_that_agrees(CPU, in_this_process)
+    assert chosen.name == used
+    assert chosen.warnings == (() if used == "apex" else (
+        "the norm kernel of apex gives wrong results. It is not used.",))
 
 
 def test_the_log_says_how_a_run_attends_inside_documents() -> None:
