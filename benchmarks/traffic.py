@@ -74,11 +74,18 @@ def count_compiled_layer(shape: Shape, make: Callable[[Shape], Layer]) -> Traffi
     Raises:
         ImportError, AttributeError: this torch lacks a function of its compiler, or the layer cannot be imported.
     """
+    from torch._dynamo.exc import BackendCompilerFailed
+
     traffic = Traffic()
     torch.compiler.reset()
     with torch.compiler.set_stance("default", force_backend=counting_backend(traffic)), described_gpu():
         x = shape.hidden_states()
-        torch.autograd.backward(make(shape)(x), torch.empty_like(x))
+        try:
+            torch.autograd.backward(make(shape)(x), torch.empty_like(x))
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, ImportError | AttributeError):
+                raise error.inner_exception from error
+            raise
     torch.compiler.reset()
     return traffic
 
@@ -208,12 +215,13 @@ def show(title: str, found: dict[str, dict[str, Any]]) -> None:
 def count_all(what: str, layers: dict[str, Callable[[Shape], Layer]],
               count: Callable[[Callable[[Shape], Layer]], Traffic], unit: int) -> dict[str, dict[str, Any]]:
     """Return the figures of all layers that can be made here; name the others."""
-    found = {}
+    found, left_out = {}, []
     for name, make in progress_bar(layers.items(), desc=what, leave=False):
         try:
             found[name] = figures(count(make), unit)
         except (ImportError, AttributeError) as error:
-            print(f"{what}: {name} is left out, because something cannot be imported here: {error}")
+            left_out.append(f"{what}: {name} is left out, because something is missing here: {error}")
+    print(*left_out, sep="\n")
     return found
 
 
