@@ -12,7 +12,8 @@ where tensors have no values, and adds its kernels to a ``Traffic`` at each run:
     print(traffic.operators, traffic.moved)
 
 The count is the compiler's own: a kernel reads each input and writes each result once, or the part of it that it
-needs, and what only the kernel itself uses stays in registers.
+needs, and what only the kernel itself uses stays in registers. Left out are the compiler's passes over forward and
+backward together, before it divides them, because they do not know "meta".
 
 The compiler has no documented interface for this. With a version of torch that lacks a function which is used here,
 ``counting_backend`` raises ImportError or AttributeError.
