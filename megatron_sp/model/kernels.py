@@ -21,7 +21,7 @@ from megatron_sp.model.attention.patterns import PatternAttention
 from megatron_sp.model.attention.window import WindowAttention
 from megatron_sp.model.loss import adds_products_in_fp32
 from megatron_sp.model.norm_kernels import NormKernels, choose_norm_kernels
-from megatron_sp.parallel.ring import BlockKernel
+from megatron_sp.parallel.ring import BlockKernel, Once, every_time
 from megatron_sp.torch_internals import tensor_overlap_problem
 
 
@@ -99,7 +99,7 @@ def _choose_layer_kernels(run: Run, device: torch.device, find: Callable[[Wanted
         windowed = WindowAttention(chosen.kernel, results.once) if windows else None
         patterned, missing = PatternAttention(chosen.kernel, results.once) if patterns else None, chosen.warnings
         if patterned is not None and device.type == "cuda" and not run.train.compile:
-            patterned = try_flex(run, patterned, device, dtype) or patterned
+            patterned = try_flex(run, patterned, device, dtype, results.once) or patterned
     found = choose_core(run.train.attention_backend, dropout=run.model.attention_dropout > 0, device=device,
                         dtype=dtype, head_dim=run.model.head_dim, documents=run.data.reset_attention_mask,
                         windowed=windowed, patterned=patterned, search=search, once=results.once)
@@ -129,13 +129,14 @@ def _block_kernel(run: Run, device: torch.device, dtype: torch.dtype, use: str) 
                                active=active_version())
 
 
-def try_flex(run: Run, otherwise: PatternAttention, device: torch.device, dtype: torch.dtype) -> FlexAttention | None:
+def try_flex(run: Run, otherwise: PatternAttention, device: torch.device, dtype: torch.dtype,
+             once: Once = every_time) -> FlexAttention | None:
     """Return FlexAttention if it computes right here with the run's heads in each group, else None.
 
     FlexAttention brings its own compiled kernel, and has to be called outside of compiled layers. So this is only for
     runs without ``--compile``.
     """
-    flex = FlexAttention(otherwise)
+    flex = FlexAttention(otherwise, once=once)
     share = run.model.num_attention_heads // run.model.num_query_groups
     works = passes_flex_trial(flex, device, dtype, run.model.head_dim, 2 * share, 2)
     return flex if works else None

@@ -17,17 +17,20 @@ Letters: s tokens, B tokens of a block, H heads of the tables (1 where all heads
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from megatron_sp.activations.kept_graph import keep_graph
 from megatron_sp.layout.masks.attention_mask import DOCUMENTS, AttentionMask
 from megatron_sp.layout.patterns.blocks import Longformer
 from megatron_sp.model.attention.documents import Windowed
 from megatron_sp.model.attention.patterns import hidden_keys
 from megatron_sp.model.attention.unfused import block_attention
 from megatron_sp.model.kernel_trial import same_results
+from megatron_sp.parallel.ring import Once, every_time
 
 #: FlexAttention's kernels take blocks of multiples of this many tokens.
 TILE = 128
@@ -95,11 +98,14 @@ class FlexAttention:
         otherwise: attends where sequences hold several documents, and where a block is no multiple of ``TILE`` tokens.
         kernel: FlexAttention, compiled. Not compiled, it would form the probabilities of all pairs, and
             apply only ``causal``, so that queries would see all earlier keys.
+        once: see ``ring.Once``.
     """
 
     description = "FlexAttention (blocks of the pattern)"
 
-    def __init__(self, otherwise: Windowed, kernel: Callable[..., Any] | None = None):
+    def __init__(self, otherwise: Windowed, kernel: Callable[..., Any] | None = None, *,
+                 once: Once = every_time):
+        self.once = once
         self.otherwise, self.kernel = otherwise, kernel or torch.compile(flex_attention, dynamic=False)
         self._masks: dict[tuple[Any, ...], BlockMask] = {}  # one for each pattern of the layers and group of heads
 
@@ -111,8 +117,11 @@ class FlexAttention:
         key = mask.pattern, mask.first_head, q.shape[2], q.shape[1], q.device
         if key not in self._masks:
             self._masks[key] = block_mask(mask, q.shape[2], q.shape[1], q.device)
+        return keep_graph(partial(self._attend, self._masks[key]), self.once, q, k, v)
+
+    def _attend(self, tables: BlockMask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, n, d] -> [b, n, s, d]
-        o = self.kernel(q, k, v, block_mask=self._masks[key], enable_gqa=q.shape[1] != k.shape[1])
+        o = self.kernel(q, k, v, block_mask=tables, enable_gqa=q.shape[1] != k.shape[1])
         return o.transpose(1, 2)  # type: ignore[no-any-return]
 
 

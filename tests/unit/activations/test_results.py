@@ -18,6 +18,7 @@ from megatron_sp.layout.patterns.blocks import Longformer
 from megatron_sp.model.attention.block_kernels import CPUFlashBlockKernel, UnfusedBlockKernel
 from megatron_sp.model.attention.cores import AttentionCore, FlashCore, SDPACore
 from megatron_sp.model.attention.flash import FlashAttention, torch_flash
+from megatron_sp.model.attention.flex import FlexAttention
 from megatron_sp.model.attention.patterns import PatternAttention
 from megatron_sp.model.attention.unfused import AttentionDropout
 from megatron_sp.model.attention.window import WindowAttention
@@ -39,6 +40,14 @@ def flash(once: Once) -> AttentionCore:
     return FlashCore(FlashAttention("flash", torch_flash), once=once)
 
 
+def with_a_kernel_of_its_own(once: Once) -> AttentionCore:
+    """FlexAttention with a kernel whose node in the graph saves q, k, v, o and the log-sum-exp."""
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return SDPACore(patterned=FlexAttention(lambda q, k, v, mask: q, kernel, once=once), once=once)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of attention, and whether its log-sum-exp is kept."""
@@ -56,6 +65,7 @@ KINDS = {
     "window inside documents": Kind(with_blocks, AttentionMask(DOCUMENTS, 9)),
     "window, unfused blocks": Kind(partial(with_blocks, kernel_type=UnfusedBlockKernel), AttentionMask(window=9)),
     "pattern": Kind(with_blocks, AttentionMask(pattern=Longformer(4, local=2, first=1))),
+    "FlexAttention": Kind(with_a_kernel_of_its_own, AttentionMask(pattern=Longformer(128, local=2, first=1))),
     "window in query blocks": Kind(lambda once: SDPACore(once=once), AttentionMask(window=9), keeps_lse=False),
     "pattern of flash attention in query blocks": Kind(
         flash, AttentionMask(pattern=Longformer(4, local=2, first=1)), keeps_lse=False),
