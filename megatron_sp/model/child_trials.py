@@ -31,7 +31,10 @@ from typing import IO, Any
 
 #: Seconds that one trial may take. FlashAttention 4 compiles its kernels in its trial; the first trial of a child also
 #: waits for the import of torch.
-LIMIT = 300.0
+LIMIT = 240.0
+#: Seconds that all trials of a run may take together. The other ranks wait for the slowest one in a collective, which
+#: ends a run after ``--distributed-timeout-minutes``, 10 by default.
+TOTAL = 480.0
 #: What a child runs. Its module path must be that of the run before it can import this module.
 PROGRAM = ("import json, sys; task = json.loads(sys.stdin.readline()); sys.path[:] = task['path']; "
            "from megatron_sp.model.child_trials import run_trials; run_trials(task)")
@@ -56,33 +59,42 @@ class Outcome:
     found: dict[str, Any] = field(default_factory=dict)
 
 
-def try_in_children(trial: str, names: Sequence[str], given: Mapping[str, Any], limit: float = LIMIT) -> dict[
-        str, Outcome]:
+def try_in_children(trial: str, names: Sequence[str], given: Mapping[str, Any], limit: float = LIMIT,
+                    total: float = TOTAL) -> dict[str, Outcome]:
     """Run a trial of each kernel in child processes and return the outcomes by name.
 
     Args:
         trial: "module:function"; the function is called as ``function(name, **given)`` and returns an ``Outcome``.
         names: names of the kernels, in the order of their trials.
         given: further arguments, made of JSON values.
-        limit: seconds that one trial may take.
+        limit, total: seconds that one trial may take, and all of them together.
     """
     outcomes: dict[str, Outcome] = {}
+    end = time.monotonic() + total
     while left := [name for name in names if name not in outcomes]:
-        outcomes |= _try_in_one_child(trial, left, given, limit)
+        if time.monotonic() >= end:
+            late = Outcome(False, f"is not tried, because the trials before it took {total:g} seconds")
+            return outcomes | dict.fromkeys(left, late)
+        try:
+            outcomes |= _try_in_one_child(trial, left, given, limit, end)
+        except OSError as error:
+            why = f"cannot be tried, because no process could be started: {error}"
+            return outcomes | dict.fromkeys(left, Outcome(False, why))
     return outcomes
 
 
-def _try_in_one_child(trial: str, names: Sequence[str], given: Mapping[str, Any], limit: float) -> dict[str, Outcome]:
-    """Return the outcomes up to the first kernel that did not pass, at least one."""
+def _try_in_one_child(trial: str, names: Sequence[str], given: Mapping[str, Any], limit: float,
+                      end: float) -> dict[str, Outcome]:
+    """Return the outcomes up to the first kernel that did not pass, at least one.
+
+    Args:
+        end: when all trials must have ended, in ``time.monotonic()``.
+    """
     task = {"path": sys.path, "trial": trial, "names": list(names), "given": dict(given)}
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryFile("w+b") as said:
-        try:
-            child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                     stderr=said)
-        except OSError as error:
-            return {name: Outcome(False, f"cannot be tried, because no process could be started: {error}")
-                    for name in names}
+        child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                 stderr=said)
         assert child.stdin is not None and child.stdout is not None
         try:
             # the child has ended already; its missing result will be reported
@@ -90,7 +102,7 @@ def _try_in_one_child(trial: str, names: Sequence[str], given: Mapping[str, Any]
                 child.stdin.write(json.dumps(task).encode() + b"\n")
                 child.stdin.flush()  # stdin stays open, because its end would tell the child that the run has ended
             for name in names:
-                outcomes[name] = _read_outcome(child, said, limit)
+                outcomes[name] = _read_outcome(child, said, min(limit, max(0.0, end - time.monotonic())))
                 if not (outcomes[name].passed or outcomes[name].missing):
                     break
         finally:
@@ -101,11 +113,12 @@ def _try_in_one_child(trial: str, names: Sequence[str], given: Mapping[str, Any]
 def _read_outcome(child: subprocess.Popen[bytes], said: IO[bytes], limit: float) -> Outcome:
     line, deadline = b"", time.monotonic() + limit
     assert child.stdout is not None
+    waiting = select.poll()
+    waiting.register(child.stdout, select.POLLIN)
     while not line.endswith(b"\n"):
-        ready, _, _ = select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return Outcome(False, f"does not finish its trial within {limit:g} seconds" + _quote(said))
-        byte = os.read(child.stdout.fileno(), 1)  # a buffered read would hide the remaining bytes from ``select``
+        if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
+            return Outcome(False, f"does not finish its trial within {limit:.0f} seconds" + _quote(said))
+        byte = os.read(child.stdout.fileno(), 1)  # a buffered read would hide the remaining bytes from ``poll``
         if not byte:
             return Outcome(False, _end_in_words(child) + _quote(said))
         line += byte

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sp.model import child_trials
 from megatron_sp.model.child_trials import Outcome, try_in_children
 from tests.helpers.stand_in_trials import TRIAL
 
@@ -37,6 +38,23 @@ def test_a_kernel_that_hangs_is_given_up() -> None:
     began = time.monotonic()
     outcomes = try_in_children(TRIAL, ["hangs"], {}, limit=1)
     assert outcomes["hangs"].why == "does not finish its trial within 1 seconds" and time.monotonic() - began < 30
+
+
+def test_all_trials_together_have_a_limit() -> None:
+    """The other ranks wait in a collective, which ends the run when it takes too long."""
+    began = time.monotonic()
+    outcomes = try_in_children(TRIAL, ["first", "hangs", "last"], {}, limit=60, total=3)
+    assert list(outcomes) == ["first", "hangs", "last"] and time.monotonic() - began < 30
+    assert outcomes["last"].why == "is not tried, because the trials before it took 3 seconds"
+    assert "does not finish" in outcomes["hangs"].why
+
+
+def test_without_a_place_for_what_they_print_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*how: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(child_trials.tempfile, "TemporaryFile", full)
+    assert "No space left on device" in try_in_children(TRIAL, ["first"], {})["first"].why
 
 
 def test_without_a_process_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
