@@ -56,7 +56,7 @@ def test_flags_decide_between_two_schedules() -> None:
     ("--eod-mask-loss", "--eod-mask-loss is on, was off"), ("--adam-beta1 0.8", "--adam-beta1 is 0.8, was 0.9"),
     ("--adam-beta2 0.9", "--adam-beta2 is 0.9, was 0.999"), ("--adam-eps 1e-6", "--adam-eps is 1e-06, was 1e-08"),
     ("--clip-grad 2", "--clip-grad is 2.0, was 1.0"), ("--optimizer sgd --sgd-momentum 0.5", "--sgd-momentum is 0.5"),
-    ("--seq-length 32", "--seq-length is 32, was 64 in the checkpoint; cuts and shuffles them anew")])
+    ("--seq-length 32", "--seq-length is 32, was 64 in the checkpoint; the run continues to count samples")])
 def test_a_resume_warns_of_what_changes_the_training(flags: str, words: str) -> None:
     saved = to_dict(run_of("--optimizer sgd" if "sgd" in flags else ""))
     lines = compare.differences_in_words(saved, run_of(flags))
