@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_sp.activations.kept_graph import keep_graph
+from megatron_sp.activations.recompute import recompute
+from megatron_sp.activations.results import KeptResults
 from tests.helpers.storage import StorageTracker
 
 
@@ -31,6 +33,25 @@ def test_views_of_one_tensor() -> None:
     (expected,) = torch.autograd.grad(attend(*parts()).square().sum(), x)
     (found,) = torch.autograd.grad(keep_graph(attend, at_once, *parts()).square().sum(), x)
     assert torch.equal(found, expected) and float(found.abs().max()) > 0
+
+
+def test_the_second_run_may_lay_its_tensors_out_differently() -> None:
+    x, results = torch.linspace(-1, 1, 3 * 7 * 12, dtype=torch.float64).view(1, 3, 7, 12), KeptResults()
+    runs: list[int] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x * 2).split((4, 4, 4), dim=-1)
+        if runs:
+            q, k, v = (part.contiguous() for part in (q, k, v))
+        runs.append(1)
+        return keep_graph(attend, results.once, q, k, v.transpose(1, 2)).square()
+
+    expected, found = x.clone().requires_grad_(), x.clone().requires_grad_()
+    layer(expected).sum().backward()
+    runs.clear()
+    recompute(layer, found, keep=("of no operator",), results=results).sum().backward()
+    assert len(runs) == 2 and expected.grad is not None and found.grad is not None
+    assert torch.equal(found.grad, expected.grad)
 
 
 def test_a_graph_without_a_backward_is_freed_at_once() -> None:
