@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.heads import HeadSplit
+from megatron_sp.layout.recomputation import recompute_unit
 from megatron_sp.layout.sharding import uses_fsdp
 from megatron_sp.layout.stages import stage_layers
 from megatron_sp.layout.tiles import num_chunks
@@ -69,9 +70,10 @@ def _layers_of_ranks(run: Run) -> list[list[range]]:
 def _forwards(run: Run) -> float:
     """Return how often a layer's forward communicates.
 
-    Recomputation repeats it, unless the result of the exchange is kept.
+    Recomputation repeats it, unless the result of the exchange is kept, as in layers that are recomputed one by one.
     """
-    again = run.memory.recompute_granularity == "full" or run.memory.attention_head_groups > 1
+    again = (run.memory.recompute_granularity == "full" or run.memory.attention_head_groups > 1
+             or recompute_unit(run.memory) > 1)
     return 1 + again + _first_pass(run)
 
 

@@ -73,7 +73,7 @@ def repeats_of(run: Run) -> Repeats:
       tiles.
     - ``--attention-dropout`` forms probabilities in blocks of queries and computes their scores again.
     - Selective recomputation keeps the results of attention of every kind but the unfused one of ``--attention-core
-      unfused`` without dropout, whose backward needs the probabilities.
+      unfused`` without dropout, whose backward needs the probabilities. Layers that are recomputed together keep none.
     - torch stops a recomputation before its last product, whose result nobody needs.
     - ``--sequence-chunk-size`` computes the forward of all chunks but the last once more, before any backward. The
       store of keys and values keeps the output of attention for selective recomputation, which then repeats none.
@@ -82,8 +82,8 @@ def repeats_of(run: Run) -> Repeats:
     kind, tiled, grouped = memory.recompute_granularity, memory.mlp_tile_size > 0, memory.attention_head_groups > 1
     drops = model.attention_dropout > 0
     chunks = num_chunks(run)
-    is_kept = kind == "selective" and not grouped and not forms_probabilities(run)
     unit, stages = recompute_unit(memory), stage_layers(model, run.parallel)
+    is_kept = kind == "selective" and unit == 1 and not grouped and not forms_probabilities(run)
     # Fractions of all layers: ``layers`` are recomputed, ``ends`` are the last layer of a unit that is recomputed as
     # one.
     layers = sum(len(recomputed_layers(memory, stage)) for stage in stages) / model.num_layers

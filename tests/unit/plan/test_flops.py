@@ -113,7 +113,8 @@ def test_what_is_computed_again_is_counted(flags: str) -> None:
 
 
 @pytest.mark.parametrize("flags", [
-    "", FULL, SELECTIVE, f"{SELECTIVE} --attention-core unfused", GROUPS, f"{FULL} {GROUPS}", f"{FULL} {UNITS}",
+    "", FULL, SELECTIVE, f"{SELECTIVE} --attention-core unfused", f"{SELECTIVE} {UNITS}", GROUPS,
+    f"{FULL} {GROUPS}", f"{FULL} {UNITS}",
     f"{FULL} {GROUPS} {UNITS}", f"{FULL} --recompute-method block --recompute-num-layers 1"])
 def test_attention_dropout_computes_scores_again(flags: str) -> None:
     """A block of queries is computed again in backward, also where the layer or the group has been already."""
