@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.recomputation import recompute_unit
 from megatron_sp.layout.sharding import layers_ahead, uses_fsdp
 from megatron_sp.parallel.mesh import ParallelMesh
 
@@ -54,6 +55,7 @@ class ZeroSharding:
             self.policy = MixedPrecisionPolicy(getattr(torch, precision.dtype), reduce, cast_forward_inputs=False)
         self.offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
         self.is_needed = uses_fsdp(run)
+        self.unit = recompute_unit(run.memory)
 
     def wrap(self, modules: nn.Module | Sequence[nn.Module], *, keep_gathered: bool = False,
              backward_needs_weights: bool = True) -> None:
@@ -81,6 +83,10 @@ class ZeroSharding:
 
         FSDP's own order is one layer ahead in backward, and in forward as soon as the host comes to the next layer.
 
+        Layers that are recomputed together run forward again in backward. Then the layer after them has been used and
+        freed already, and nobody would free it a second time. So only the last of them, for which FSDP starts no
+        gather in that second run, gathers the layers after them.
+
         Args:
             layers: in the order of the forward pass, each wrapped as one unit.
             num_parameters: number of parameters of one layer on this tensor-parallel rank.
@@ -91,7 +97,9 @@ class ZeroSharding:
         element = (self.policy.param_dtype or torch.float32).itemsize
         count = layers_ahead(element * num_parameters)
         for index, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[index + 1:index + 1 + count])
+            is_last, following = (index + 1) % self.unit == 0, (index // self.unit + 1) * self.unit
+            unit.set_modules_to_forward_prefetch(
+                units[index + 1:index + 1 + count if is_last else min(index + 1 + count, following)])
             unit.set_modules_to_backward_prefetch(units[max(index - count, 0):index][::-1])
 
 

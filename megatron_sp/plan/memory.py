@@ -216,8 +216,10 @@ class _Rank:
             return e * self.parameters
         if parallel.zero_stage < 3:
             return e * (ends + layers * w.layer + (0 if w.is_tied or not layers else self.embedding)) + fetched
-        if layer_now:  # weights of the computing layer, and of the next ones, which are being gathered
-            return e * (ends + w.layer * min(1 + layers_ahead(e * w.layer), layers))
+        if layer_now:  # weights of the computing layers, and of the next ones, which are being gathered
+            # Layers that are recomputed together stay gathered until the backward of each.
+            held = max(recompute_unit(self.run.memory), 1 + layers_ahead(e * w.layer))
+            return e * (ends + w.layer * min(held, layers))
         return e * ends + fetched
 
     def gradients(self, *, layers_done: int, working: int, previous: int) -> float:

@@ -112,7 +112,7 @@ def in_registry(name: str) -> bool:
 
 def version_names() -> list[str]:
     """Return the names of all versions that may be installed, newest first; nothing is imported."""
-    list_versions = getattr(attention, "list_flash_attention_impls", list)  # torch 2.11 has no registry
+    list_versions = getattr(attention, "list_flash_attention_impls", list)  # an older torch has no registry
     return [*sorted(list_versions(), reverse=True), *DESCRIPTIONS]  # of the registry: "FA4", "FA3"
 
 
@@ -135,7 +135,7 @@ def load(name: str) -> FlashAttention:
 
 def active_version() -> str:
     """Return the description of the version that computes in place of torch's flash attention; "" if none does."""
-    current = getattr(attention, "current_flash_attention_impl", lambda: None)()  # torch 2.11 has no registry
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)()  # see version_names
     return describe(current) if current else ""
 
 

@@ -44,9 +44,9 @@ class GathersBefore(TorchDispatchMode):
         block.post_attention_norm.register_full_backward_pre_hook(backward)
 
 
-def gathers_before(small_layer: int) -> dict[str, int]:
-    """On a rank: return the gathers before each layer of a step."""
-    run = tiny_run((MODEL.replace("--num-layers 2", f"--num-layers {LAYERS}") + "--zero-stage 3").split(), 2)
+def gathers_before(small_layer: int, flags: str = "") -> dict[str, int]:
+    """On a rank: return the gathers before each layer of a step, and at its end."""
+    run = tiny_run((MODEL.replace("--num-layers 2", f"--num-layers {LAYERS}") + f"--zero-stage 3 {flags}").split(), 2)
     mesh = ParallelMesh.build(run.parallel)
     with mock.patch.object(sharding, "SMALL_LAYER", small_layer):
         model = build_model(run, mesh)
@@ -55,7 +55,7 @@ def gathers_before(small_layer: int) -> dict[str, int]:
         for number, block in enumerate(module for module in model.modules() if isinstance(module, Block)):
             gathers.watch(number, block)
         step.compute_gradients(local_microbatches(run, mesh, *batch(run))[:1])
-    return gathers.noted
+    return gathers.noted | {"end": gathers.gathers}
 
 
 @pytest.mark.parametrize(("small_layer", "ahead"), [(1 << 20, 2), (0, 1)])
@@ -66,4 +66,10 @@ def test_layers_are_gathered_ahead(ranks: RunRanks, small_layer: int, ahead: int
     start = 1 + LAYERS + 1
     backward = {f"backward {layer}": start + min(last - layer + 1 + ahead, LAYERS) for layer in range(LAYERS)}
     for noted in ranks(gathers_before, 2, small_layer):
-        assert noted == forward | backward
+        assert noted == forward | backward | {"end": start + LAYERS}
+
+
+def test_layers_that_are_recomputed_together_gather_none_that_backward_has_freed(ranks: RunRanks) -> None:
+    flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    for noted in ranks(gathers_before, 2, 1 << 20, flags):
+        assert noted["end"] == 1 + LAYERS + 1 + LAYERS

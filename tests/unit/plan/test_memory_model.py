@@ -157,6 +157,14 @@ def test_the_block_method_recomputes_the_first_layers_of_each_stage() -> None:
     assert [kept == inputs_only for kept, _ in _Rank(run, 0, "cpu", True).layer_sets()] == [True, True, True, False]
 
 
+def test_stage_3_holds_the_weights_of_all_layers_that_are_recomputed_together() -> None:
+    layer = 4 * Weights.of(resolved(LLAMA)).layer
+    for unit, layers in ((1, 3), (2, 3), (4, 4)):  # these small layers are gathered two ahead
+        run = resolved(LLAMA + FULL + f"--recompute-num-layers {unit} --zero-stage 3", 2)
+        gathered = dict(_Rank(run, 0, "cpu", True).moments())[f"backward of layer {4 - unit}"]["gathered weights"]
+        assert gathered == layers * layer
+
+
 def test_grouped_heads_in_fp32_are_copied_on_a_gpu_alone() -> None:
     """torch has no fused kernel for them there; see ``SDPACore``."""
     def kept(flags: str, device: str) -> int:
