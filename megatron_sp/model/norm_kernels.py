@@ -110,17 +110,22 @@ def _require_package(flag: str, package: str) -> Any:
 
 
 def _first_that_agrees(device: torch.device, attempt: Attempt) -> NormKernels:
-    """Return the first package that is installed and passes its trial on all ranks, else torch's norms."""
+    """Return the first package that is installed and passes its trial on all ranks, else torch's norms.
+
+    All ranks exchange what they found, also those on machines where no package is installed.
+    """
     names = [name for name in PACKAGES if _may_be_installed(name)]
-    if not names:
-        return NormKernels()
-    every_rank = gather_objects(attempt(TRIAL, names, {"device": str(device)}))
-    warnings = tuple(f"the norm kernel of {name} {why}. It is not used." for name in names
-                     if (why := next((rank[name].why for rank in every_rank if rank[name].why), "")))
-    for name in names:
-        if all(rank[name].passed for rank in every_rank):
-            return replace(choose_norm_kernels(name, device), warnings=warnings)
-    return NormKernels(warnings=warnings)
+    every_rank = gather_objects(attempt(TRIAL, names, {"device": str(device)}) if names else {})
+    warnings: list[str] = []
+    for name in PACKAGES:
+        outcomes = [rank.get(name, Outcome(False, missing=True)) for rank in every_rank]
+        if all(outcome.missing for outcome in outcomes):
+            continue
+        if all(outcome.passed for outcome in outcomes):
+            return replace(choose_norm_kernels(name, device), warnings=tuple(warnings))
+        why = next((outcome.why for outcome in outcomes if outcome.why), "is not installed on all machines")
+        warnings.append(f"the norm kernel of {name} {why}. It is not used.")
+    return NormKernels(warnings=tuple(warnings))
 
 
 def _may_be_installed(package: str) -> bool:
@@ -132,11 +137,14 @@ def _may_be_installed(package: str) -> bool:
 
 def try_norms(package: str, *, device: str) -> Outcome:
     """Compare the norms of a package with torch's. Runs in a child process."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)  # a Triton kernel runs on the current GPU, wherever its tensors are
     try:
-        kernels = choose_norm_kernels(package, torch.device(device))
+        kernels = choose_norm_kernels(package, place)
     except ConfigError:
         return Outcome(False, missing=True)
-    why = _disagreement_with_torch(kernels, torch.device(device))
+    why = _disagreement_with_torch(kernels, place)
     return Outcome(not why, why)
 
 

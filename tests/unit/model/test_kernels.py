@@ -73,6 +73,25 @@ def test_auto_takes_a_package_that_agrees(monkeypatch: pytest.MonkeyPatch, offse
         "the norm kernel of apex gives wrong results. It is not used.",))
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+def test_machines_with_different_packages_agree_on_the_norms(monkeypatch: pytest.MonkeyPatch, is_here: bool) -> None:
+    """The machine without the package must take part in the exchange too; the others would wait for it."""
+    passed = {"apex": Outcome(True)}
+    other: dict[str, Outcome] = {} if is_here else passed
+    monkeypatch.setattr(norm_kernels, "_may_be_installed", lambda name: is_here and name == "apex")
+    monkeypatch.setattr(norm_kernels, "gather_objects", lambda mine: [mine, other])
+    chosen = norm_kernels._first_that_agrees(CPU, lambda trial, names, given: {name: passed[name] for name in names})
+    assert chosen == norm_kernels.NormKernels(
+        warnings=("the norm kernel of apex is not installed on all machines. It is not used.",))
+
+
+def test_norms_are_tried_on_the_gpu_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert norm_kernels.try_norms("apex", device="cuda:3").missing
+    assert current == [torch.device("cuda:3")]
+
+
 def test_the_log_says_how_a_run_attends_inside_documents() -> None:
     run = tiny_run([*STYLES["llama"].split(), "--reset-attention-mask"])
     words = kernels_in_words(run, choose_kernels(run, CPU))
