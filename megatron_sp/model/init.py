@@ -60,22 +60,21 @@ def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) ->
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
+@torch.no_grad()
 def fill_parameter(parameter: torch.Tensor, full: torch.Tensor, region: TensorRegion) -> None:
     """Write this tp rank's part of a full tensor into a parameter that FSDP has not sharded yet.
 
     Rows that only the parameter has (vocabulary padding) become zero.
     """
-    missing = parameter.shape[0] - full.shape[0]
-    if missing:
-        full = torch.cat((full, full.new_zeros(missing, *full.shape[1:])))
-    with torch.no_grad():
-        if not isinstance(parameter, DTensor):  # tp = 1
-            parameter.copy_(full)
-            return
-        placement = parameter.placements[0]
+    local, part = parameter, full
+    if isinstance(parameter, DTensor):  # tp > 1
+        local, placement = parameter.to_local(), parameter.placements[0]
         if isinstance(placement, Shard):
-            full = full.chunk(region.size, placement.dim)[region.rank]
-        parameter.to_local().copy_(full)
+            size, whole = local.shape[placement.dim], full.shape[placement.dim]
+            first = min(region.rank * size, whole)  # the last ranks may hold nothing but padding
+            part = full.narrow(placement.dim, first, min(size, whole - first))
+    local[:len(part)].copy_(part)
+    local[len(part):].zero_()
 
 
 def full_parameters(part: Part) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
