@@ -16,6 +16,7 @@ from megatron_sp.config.rules.schedule import check_schedule, check_weight_decay
 from megatron_sp.config.rules.sizes import check_batch, check_model, check_overlap, check_parallel, check_sequence
 from megatron_sp.config.schema import Data, Run
 from megatron_sp.errors import ConfigError
+from megatron_sp.layout.recomputation import recompute_unit
 from megatron_sp.layout.sequence_split import split_note
 from megatron_sp.layout.sharding import may_overlap_tensor
 
@@ -171,6 +172,10 @@ def advice(run: Run) -> list[str]:
     if run.parallel.megatron_sp and run.parallel.tp == 1:
         notes.append("--sequence-parallel has no effect at --tensor-model-parallel-size 1"
                      + (" (to split sequences over ranks say --ulysses-size N)." if run.parallel.sp == 1 else "."))
+    if run.memory.recompute_granularity == "selective" and recompute_unit(run.memory) > 1:
+        notes.append(f"--recompute-granularity selective with --recompute-num-layers {run.memory.recompute_num_layers} "
+                     "recomputes as full does, attention too: layers that are recomputed together keep one input only. "
+                     "Leave --recompute-num-layers out to keep the results of attention.")
     if run.parallel.tp_comm_overlap and not may_overlap_tensor(run):
         missing = {"--tensor-model-parallel-size 2 or more": run.parallel.tp == 1,
                    "--sequence-parallel": not run.parallel.megatron_sp, "--compile": not run.train.compile}

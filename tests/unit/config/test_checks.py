@@ -449,6 +449,9 @@ def test_notes():
     assert "--sequence-parallel has no effect" in load("--sequence-parallel")[1][0]
     assert load("--sequence-parallel --tensor-model-parallel-size 2", world=2)[1] == []
     assert "--loss-scale 12 has no effect" in load("--loss-scale 12 --bf16")[1][0]
+    selective = "--recompute-granularity selective --recompute-method uniform --recompute-num-layers"
+    assert "recomputes as full does" in load(f"{selective} 2")[1][0]
+    assert not any("as full does" in note for note in load(f"{selective} 1")[1])
 
 
 def test_check_by_itself():
