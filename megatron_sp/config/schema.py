@@ -199,7 +199,8 @@ class Parallel:
                         "travel in a ring.", "--ring-size")
     ulysses_overlap_groups: int = flag(0, "Number of groups into which Ulysses cuts the heads, so that the heads of "
                                           "one group are exchanged while attention of another group runs; default: 2 "
-                                          "on a GPU where each rank has at least two query heads, else 1 (no overlap).")
+                                          "on a GPU where each rank has at least two query heads and attention is not "
+                                          "compiled, else 1 (no overlap).")
     sequence_split: int = flag(0, "Split each sequence over this many ranks and choose ulysses-size and ring-size from "
                                   "the head counts, the tensor-parallel size and the devices of a node.")
     devices_per_node: int = flag(0, "Devices with fast links between them, for --sequence-split; default: the "

@@ -64,14 +64,27 @@ def plan_heads(run: Run, mesh: ParallelMesh, kernels: Kernels, heads: HeadSplit)
     overlap = 1 if run.memory.attention_head_groups > 1 else run.parallel.ulysses_overlap_groups
     if run.memory.sequence_chunk_size and not heads.can_cut_keys(2):
         overlap = overlap or 1  # with two groups, each would store the same keys and values for later chunks
-    wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap, compiled=run.train.compile,
-                                 once=once)
-    if run.train.compile and (run.data.reset_attention_mask or any(layer_windows(run.model)) or patterns):
-        # Attention stays uncompiled here. Documents differ in each microbatch, so Dynamo would compile again for each
-        # microbatch. Windows and patterns attend in a Python loop of many small kernel calls, which Dynamo would have
-        # to trace.
+    stays_uncompiled = run.train.compile and attends_outside_of_graph(run, mesh, overlap)
+    wrapped = parallel_attention(core, kernels.block_kernel, heads, mesh, overlap=overlap,
+                                 compiled=run.train.compile and not stays_uncompiled, once=once)
+    if stays_uncompiled:
         wrapped = torch.compiler.disable(wrapped)
     return AttentionPlan(heads, wrapped, first_query_head(heads, mesh))
+
+
+def attends_outside_of_graph(run: Run, mesh: ParallelMesh, overlap: int) -> bool:
+    """Return whether attention of a compiled layer, with its exchange, must stay uncompiled.
+
+    - Documents differ in each microbatch, so Dynamo would compile again for each microbatch.
+    - Windows, patterns and chunks attend in a Python loop of many small kernel calls, which Dynamo would have to trace.
+    - A ring and exchanges of head groups send while they attend, in an order that a compiler would change.
+
+    Args:
+        overlap: number of head groups; 0 where the user names none.
+    """
+    model = run.model
+    has_loop = bool(any(layer_windows(model)) or any(layer_patterns(model)) or run.memory.sequence_chunk_size)
+    return run.data.reset_attention_mask or has_loop or overlap > 1 or mesh.size("ring") > 1
 
 
 @dataclass(frozen=True)

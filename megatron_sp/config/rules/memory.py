@@ -70,9 +70,6 @@ def check_chunks(run: Run) -> list[str]:
     if parallel.pp > 1 and parallel.pipeline_schedule != "1f1b":
         found.append(f"{flag} has a pipeline schedule of its own, with one stage per rank; leave --pipeline-schedule "
                      f"{parallel.pipeline_schedule} and the number of stages per rank out.")
-    if run.train.compile:
-        found.append(f"{flag} and --compile exclude each other: the keys and values that chunks keep are no part of a "
-                     "compiled layer. Leave one out.")
     ranks = {"--ulysses-size": parallel.ulysses,
              "--tensor-model-parallel-size": parallel.tp if parallel.megatron_sp else 1}
     step = parallel.ulysses * ranks["--tensor-model-parallel-size"]

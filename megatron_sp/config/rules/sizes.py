@@ -78,8 +78,7 @@ def check_overlap(run: Run) -> list[str]:
     if count < 2 or min(parallel.tp, parallel.ulysses) < 1:
         return []
     flag = f"--ulysses-overlap-groups {count}"
-    excluded = {"--ring-size": parallel.ring > 1, "--attention-head-groups": run.memory.attention_head_groups > 1,
-                "--compile": run.train.compile}
+    excluded = {"--ring-size": parallel.ring > 1, "--attention-head-groups": run.memory.attention_head_groups > 1}
     found = [f"{flag} and {other} exclude each other; leave one out." for other, is_used in excluded.items() if is_used]
     if parallel.ulysses == 1:
         found.append(f"{flag} needs --ulysses-size 2 or more: there is no exchange to overlap.")

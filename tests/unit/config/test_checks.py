@@ -288,8 +288,7 @@ def test_stages_need_a_pipeline():
 @pytest.mark.parametrize("extra, part", [
     ("--ulysses-overlap-groups 2", "needs --ulysses-size 2 or more"),
     ("--ulysses-overlap-groups 5 --ulysses-size 2", "a tensor-parallel rank has 8 heads; use 4 or less"),
-    ("--ulysses-overlap-groups 2 --ulysses-size 2 --attention-head-groups 2", "--attention-head-groups exclude"),
-    ("--ulysses-overlap-groups 2 --ulysses-size 2 --compile", "--compile exclude each other")])
+    ("--ulysses-overlap-groups 2 --ulysses-size 2 --attention-head-groups 2", "--attention-head-groups exclude")])
 def test_overlap(extra, part):
     assert part in one(f"{extra} --attention-dropout 0 --hidden-dropout 0", world=2)
 
@@ -467,7 +466,6 @@ def test_check_by_itself():
     ("--sequence-chunk-size 64 --ring-size 2", 2, "Use --ulysses-size, whose ranks share every chunk."),
     ("--sequence-chunk-size 64 --pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule interleaved", 2,
      "has a pipeline schedule of its own, with one stage per rank; leave --pipeline-schedule interleaved"),
-    ("--sequence-chunk-size 64 --compile", 1, "--compile exclude each other"),
     ("--sequence-chunk-size 2 --tensor-model-parallel-size 2 --sequence-parallel --ulysses-size 2", 4,
      "does not divide over the 4 ranks that share a chunk (--ulysses-size 2 x --tensor-model-parallel-size 2); the "
      "nearest valid value is 4."),

@@ -11,9 +11,11 @@ from torch._dynamo.utils import counters
 from benchmarks.fake_ranks import LLAMA, fake_group
 from megatron_sp.config.load import load_run
 from megatron_sp.config.resolve import with_vocab
+from megatron_sp.data.batch import Microbatch
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import products
+from megatron_sp.train.forward_backward import build_engine
 
 slow = pytest.mark.slow
 
@@ -37,17 +39,39 @@ def traced_only() -> Iterator[None]:
     pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", 2, marks=slow)])
 def test_layers_and_microbatches_share_one_compilation(flags: str, world: int) -> None:
     """torch compiles a function at most 8 times and then runs it uncompiled, so 10 layers would show more than one."""
-    with fake_group(world):
-        run, _ = load_run(f"--num-layers 10 {LLAMA} --compile {flags}".split(), world)
-        run = with_vocab(run, run.model.vocab_size)
-        mesh = ParallelMesh.build(run.parallel)
-        model = build_model(run, mesh)
-        tokens = torch.zeros(2, 96 // mesh.size("sp"), dtype=torch.int64)
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        for sample_ids in ((0, 1), (2, 3)):
-            model(tokens, positions, sample_ids, labels=tokens).sum().backward()
+    make_step(f"--num-layers 10 {flags}", world)
     assert dict(counters["frames"]) == {"total": 1, "ok": 1}
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@slow
+@pytest.mark.parametrize(("flags", "more", "world"), [
+    ("--ulysses-size 2 --ulysses-overlap-groups 2", "", 2), ("--ring-size 2", "", 2),
+    ("--reset-attention-mask --reset-position-ids", "", 1), ("--window-size 32", "", 1),
+    ("--sequence-chunk-size 24", "--sequence-chunk-size 4", 1)])
+def test_compilations_around_uncompiled_attention_do_not_grow(flags: str, more: str, world: int) -> None:
+    """Attention that stays uncompiled cuts a layer into graphs. They serve all layers, microbatches and chunks."""
+    found = []
+    for case in (f"--num-layers 2 {flags}", f"--num-layers 10 {flags} {more}"):
+        torch._dynamo.reset()
+        counters.clear()
+        make_step(case, world)
+        assert counters["frames"]["total"] == counters["frames"]["ok"]
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[0] == found[1] <= 12
+
+
+def make_step(flags: str, world: int) -> None:
+    """Compute forward and backward of two microbatches with compiled layers, as rank 0 of a fake process group."""
+    with fake_group(world):
+        run, _ = load_run(f"{LLAMA} --compile {flags}".split(), world)
+        run = with_vocab(run, run.model.vocab_size)
+        mesh = ParallelMesh.build(run.parallel)
+        engine = build_engine(run, build_model(run, mesh), mesh)
+        tokens = torch.zeros(2, 96 // mesh.size("sp"), dtype=torch.int64)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        engine.forward_backward([Microbatch(tokens, tokens, positions, sample_ids, tokens.numel())
+                                 for sample_ids in ((0, 1), (2, 3))], 1.0)
 
 
 def test_compiled_products_add_the_gradients_of_their_input() -> None:
