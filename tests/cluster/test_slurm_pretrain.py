@@ -81,6 +81,7 @@ def test_two_nodes_train_as_one_process(cluster: SlurmCluster, tmp_path: Path) -
     assert sorted(path.name for path in split.glob("logs/*")) == [f"{job}-rank{rank}.log" for rank in range(2)]
 
 
+@pytest.mark.timeout(600)
 def test_a_job_whose_time_is_up_saves_is_requeued_and_resumes(cluster: SlurmCluster, tmp_path: Path) -> None:
     total = 100_000
     job = submit(cluster, tmp_path, "--train-iters", str(total), "--ulysses-size", "2")
@@ -88,9 +89,10 @@ def test_a_job_whose_time_is_up_saves_is_requeued_and_resumes(cluster: SlurmClus
     _wait_for_iteration(tmp_path, 5)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))    # what --signal=B:USR1@600 makes Slurm send
     cluster.wait_for(job, "PENDING", timeout=60)
-    # Slurm starts a requeued job two minutes later, so that its nodes can be cleaned up. This test does not wait.
+    # Slurm starts a requeued job two minutes later, so that its nodes can be cleaned up. This test waits only
+    # if the nodes are still busy: then Slurm sets the later time again.
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-    _wait(tmp_path, lambda: bool(resumed_at(tmp_path)))
+    _wait(tmp_path, lambda: bool(resumed_at(tmp_path)), seconds=240)
     saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     _wait_for_iteration(tmp_path, saved + 3)
     cluster.run("scancel", "--signal=KILL", "--full", str(job))

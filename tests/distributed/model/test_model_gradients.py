@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.tokens import SequenceLayout
@@ -72,6 +73,9 @@ def _layer(case: Case) -> tuple[float, float]:
     turn = rotation(run.model, inside, torch.float64) if run.model.position_embedding_type == "rope" else None
     part = x[:, mine].clone().requires_grad_()
     layer = dict(model.layers.items())["1"]
+    if isinstance(layer, FSDPModule):  # the layer runs without its model, so FSDP must not gather others ahead
+        layer.set_modules_to_forward_prefetch([])
+        layer.set_modules_to_backward_prefetch([])
     output = layer(part, turn, torch.arange(shape[0]))
     output.backward(out_gradient[:, mine])
     assert part.grad is not None
