@@ -94,13 +94,13 @@ class MirroredKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``BlockKernel``."""
+        """Attend with the tokens in reverse order; see ``BlockKernel``."""
         o, lse = self.kernel.forward(q.flip(1), k.flip(1), v.flip(1), causal)
         return o.flip(1), lse.flip(2)
 
     def backward(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Triple:
-        """See ``BlockKernel``."""
+        """Return the gradients of q, k and v, computed in reverse order; see ``BlockKernel``."""
         dq, dk, dv = self.kernel.backward(grad.flip(1), q.flip(1), k.flip(1), v.flip(1), o.flip(1), lse.flip(2), causal)
         return dq.flip(1), dk.flip(1), dv.flip(1)
 
@@ -122,7 +122,7 @@ class Work(NamedTuple):
     Attributes:
         rows: sequences of the microbatch.
         queries, keys: indices of tokens on the rank that owns them.
-        mirrored: see ``attention_mask.Piece``.
+        mirrored: query i sees key i and all later ones instead; see ``attention_mask.Piece``.
     """
 
     rows: slice
@@ -375,7 +375,7 @@ class RingAttention:
     """Attention over a ring of ranks, with the call signature of an attention core.
 
     Args:
-        once: see ``Once``.
+        once: runs attention, or takes its result where recomputation kept it; see ``Once``.
     """
 
     def __init__(self, ring: Ring, once: Once = every_time):

@@ -95,7 +95,7 @@ def parallel_attention(core: CoreOf, kernel: BlockKernel, heads: HeadSplit, mesh
         overlap: number of head groups whose Ulysses exchanges overlap with attention; 0 lets ``default_overlap``
             choose.
         compiled: whether the layer is compiled; then only functional collectives are used, which Dynamo can trace.
-        once: see ``ring.Once``.
+        once: runs attention, or takes its result where recomputation kept it; see ``ring.Once``.
     """
     if mesh.size("ring") > 1:
         kv_indices = heads.kv_indices(mesh.rank("ulysses"))

@@ -51,8 +51,8 @@ class UnfusedCore:
     """The quadratic reference, which forms all probabilities at once; for tests and small runs.
 
     Args:
-        once: see ``ring.Once``; used with dropout. Without, backward needs the probabilities, and recomputation forms
-            them again.
+        once: runs attention, or takes its result where recomputation kept it; see ``ring.Once``. It is used with
+            dropout only. Without dropout backward needs the probabilities, so recomputation forms them again.
     """
 
     description = "unfused"
@@ -88,7 +88,7 @@ class SDPACore:
         varlen: attends to all documents of a row at once; None: each document is attended to by itself.
         windowed: attends within a window where there is no ``varlen``; default: unfused in query blocks.
         patterned: attends under a pattern of blocks; default: unfused in query blocks.
-        once: see ``ring.Once``.
+        once: runs attention, or takes its result where recomputation kept it; see ``ring.Once``.
     """
 
     description = "torch's scaled_dot_product_attention"
@@ -198,7 +198,7 @@ def choose_core(name: str, *, dropout: bool, device: torch.device = CPU, dtype: 
         windowed: attends within a window where the kernel itself cannot; None: the run has no windows.
         patterned: attends under a pattern of blocks; None: the run has none.
         search: see ``flash.find_flash_attention``; None: nothing was searched for.
-        once: see ``ring.Once``.
+        once: runs attention, or takes its result where recomputation kept it; see ``ring.Once``.
 
     Raises:
         ConfigError: the name is "flash", and there is no GPU or no version of flash attention works on it.

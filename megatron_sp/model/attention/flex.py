@@ -98,7 +98,7 @@ class FlexAttention:
         otherwise: attends where sequences hold several documents, and where a block is no multiple of ``TILE`` tokens.
         kernel: FlexAttention, compiled. Not compiled, it would form the probabilities of all pairs, and
             apply only ``causal``, so that queries would see all earlier keys.
-        once: see ``ring.Once``.
+        once: runs attention, or takes its result where recomputation kept it; see ``ring.Once``.
     """
 
     description = "FlexAttention (blocks of the pattern)"

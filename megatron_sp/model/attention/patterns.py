@@ -69,7 +69,7 @@ def hidden_keys(mask: AttentionMask, heads: int, queries: Range, keys: int) -> t
 
 @dataclass
 class Same:
-    """Pieces with equally many queries and keys.
+    """Pieces of a pattern with the same number of queries and of keys, so that few kernel calls compute them.
 
     Attributes:
         queries: first query of each piece.
@@ -235,7 +235,7 @@ class PatternAttention:
 
     Args:
         kernel: attends to one block of keys.
-        once: see ``ring.Once``.
+        once: runs attention, or takes its result where recomputation kept it; see ``ring.Once``.
     """
 
     def __init__(self, kernel: BlockKernel, once: Once = every_time):

@@ -112,7 +112,7 @@ def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ma
     sample, head and query.
 
     Args:
-        once: see ``ring.Once``.
+        once: runs attention, or takes its result where recomputation kept it; see ``ring.Once``.
     """
     earlier = k.shape[1] - q.shape[1]  # tokens whose keys are given, but not their queries
     all_first = first_keys(mask, k.shape[0], k.shape[1]) if mask.needs else None

@@ -35,7 +35,7 @@ class Group(NamedTuple):
     Attributes:
         queries: int64 [p, t], places of the queries in the row of all sequences, [b*s].
         keys: int64 [p, t'].
-        causal, mirrored: see ``attention_mask.Piece``.
+        causal, mirrored: which pairs the piece leaves out; see ``attention_mask.Piece``.
     """
 
     queries: torch.Tensor
@@ -83,7 +83,7 @@ class WindowAttention:
 
     Args:
         kernel: attends to one block of keys.
-        once: see ``ring.Once``.
+        once: runs attention, or takes its result where recomputation kept it; see ``ring.Once``.
     """
 
     def __init__(self, kernel: BlockKernel, once: Once = every_time):
