@@ -13,19 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.llama_shape import LlamaShape
+
 META = torch.device("meta")
 EPSILON = 1e-5
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes that all compared layers have."""
+class Shape(LlamaShape):
+    """The sizes that all compared layers have, and the number of tokens."""
 
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
     tokens: int
 
     @property
@@ -48,12 +45,9 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 
 def our_flags(shape: Shape, layers: int = 1) -> list[str]:
     """Return the flags of a model of Llama's type."""
-    return (f"--num-layers {layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads} "
-            f"--group-query-attention --num-query-groups {shape.kv_heads} --ffn-hidden-size {shape.ffn} --swiglu "
-            "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-            "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 --fused-kernels "
-            f"torch --seq-length {shape.tokens} --max-position-embeddings {shape.tokens} --micro-batch-size 1 "
-            f"--train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size {shape.vocab}").split()
+    return shape.model_flags(layers) + (
+        f"--bf16 --fused-kernels torch --seq-length {shape.tokens} --max-position-embeddings {shape.tokens} "
+        "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer").split()
 
 
 def our_run(flags: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""The training programs that ``gpu.py`` measures: ours, and plain loops around transformers' and torchtitan's models.
+"""The training programs that ``measure.py`` measures: ours, and plain loops around transformers' and torchtitan's models.
 
 All of them train layers of Llama's type of the same sizes, in bf16 with fp32 master weights, with AdamW and clipping,
 on the same random tokens. The two others use FSDP2 as their documents show it, recompute each layer in backward
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmarks.llama_shape import LlamaShape
 from benchmarks.traffic_layers import CausalAttention
 from megatron_sp.config.load import load_run
 from megatron_sp.config.resolve import with_vocab
@@ -39,23 +40,14 @@ Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of the layers and of the vocabulary."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
+class Shape(LlamaShape):
+    """Sizes of a measured model."""
 
     def flags(self, layers: int, length: int, ranks: int) -> list[str]:
         """Return the flags of our run, without memory techniques."""
-        return (f"--num-layers {layers} --hidden-size {self.hidden} --num-attention-heads {self.heads} "
-                f"--group-query-attention --num-query-groups {self.kv_heads} --swiglu --ffn-hidden-size {self.ffn} "
-                "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-                "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 "
-                f"--seq-length {length} --vocab-size {self.vocab} --ulysses-size {ranks} --global-batch-size {ranks} "
-                f"--zero-stage {3 if ranks > 1 else 0} --train-iters 1 --lr 1e-4 --mock-data --eval-iters 0").split()
+        return self.model_flags(layers) + (
+            f"--micro-batch-size 1 --seq-length {length} --ulysses-size {ranks} --global-batch-size {ranks} "
+            f"--zero-stage {3 if ranks > 1 else 0} --train-iters 1 --lr 1e-4 --mock-data --eval-iters 0").split()
 
 
 #: Layers of a 1.2B model (12 h^2 weights each) and of Llama-3-8B.
