@@ -1,4 +1,4 @@
-"""The training programs that ``measure.py`` measures: ours, and plain loops around transformers' and torchtitan's models.
+"""The training programs of ``measure.py``: ours, and plain loops around transformers' and torchtitan's models.
 
 All of them train layers of Llama's type of the same sizes, in bf16 with fp32 master weights, with AdamW and clipping,
 on the same random tokens. The two others use FSDP2 as their documents show it, recompute each layer in backward

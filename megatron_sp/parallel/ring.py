@@ -60,7 +60,7 @@ Once = Callable[[Callable[[], Any]], Any]
 
 
 def every_time(attend: Callable[[], Any]) -> Any:
-    """Call a function that attends, in every run of its layer."""
+    """Run attention in every run of its layer; the ``Once`` of layers whose results are not kept."""
     return attend()
 
 

@@ -143,7 +143,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 @add_product.register_fake
 def _(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Return nothing; the shape of ``total`` does not change."""
+    """Tell torch's compiler that the operator returns nothing and keeps the shape of ``total``."""
 
 
 class _SumInputGradient(torch.autograd.Function):
