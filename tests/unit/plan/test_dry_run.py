@@ -100,3 +100,10 @@ def test_a_given_number_counts(flags: PlanFlags, world: int, capsys: pytest.Capt
     assert dry_run(flags, SPLIT_FLAGS, world) == 0
     shown = capsys.readouterr().out
     assert "layout: 16 ranks" in shown and "--world-size N plans for more" not in shown
+
+
+def test_a_wrong_device_hides_no_other_mistake() -> None:
+    with pytest.raises(ConfigError) as caught:
+        dry_run(PlanFlags(world_size=1, device="H9"), [*RUN.split(), "--num-attention-heads", "7"], 1)
+    assert [any(part in problem for problem in caught.value.problems) for part in (
+        "--device: 'H9'", "--hidden-size 256")] == [True, True]
