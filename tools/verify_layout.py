@@ -38,7 +38,7 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
 
 from megatron_sp.config.load import load_run_of_world  # noqa: E402
 from megatron_sp.plan.lengths import planned_run  # noqa: E402
-from megatron_sp.proof.shrink import shrink  # noqa: E402
+from megatron_sp.proof.small.shrink import shrink  # noqa: E402
 from megatron_sp.runtime import announced_world_size, run_program, use_only_cpu  # noqa: E402
 
 if TYPE_CHECKING:

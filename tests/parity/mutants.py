@@ -154,7 +154,7 @@ def prove_mutant(directory: str, flags: Sequence[str], world: int) -> list[str]:
     import megatron_sp.errors
     from megatron_sp.config.load import load_run
     from megatron_sp.model.build import build_model
-    from megatron_sp.proof.shrink import shrink
+    from megatron_sp.proof.small.shrink import shrink
     from megatron_sp.proof.verify import compare_trainings
 
     assert str(megatron_sp.errors.__file__).startswith(directory)

@@ -17,7 +17,7 @@ from megatron_sp.parallel.pipeline import Stages, TiedWeights
 from megatron_sp.parallel.ulysses import Core
 from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import random_weights, reference_training
-from megatron_sp.proof.shrink import Small, shrink
+from megatron_sp.proof.small.shrink import Small, shrink
 from megatron_sp.proof.verify import verify
 from tests.integration.programs import run_tool
 

@@ -51,8 +51,7 @@ MAY_IMPORT = {
               "train", "proof"),
     "proof.reference": ("config.schema", "parallel.random", "proof.reference_masks"),
     "proof.reference_masks": ("config.schema",),
-    "proof.code_paths": ("config.schema", "layout"),
-    "proof.shrink": ("errors", "config", "layout", "proof.code_paths"),
+    "proof.small": ("errors", "config", "layout", "proof.small"),
     "train": ("errors", "runtime", "config", "layout", "plan", "activations", "parallel", "data", "model",
               "checkpoint", "convert", "train", "progress"),
 }

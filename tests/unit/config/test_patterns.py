@@ -14,9 +14,9 @@ from megatron_sp.layout.masks.windows import layer_windows
 from megatron_sp.layout.patterns.blocks import BigBird, Fixed, Strided
 from megatron_sp.layout.patterns.choice import layer_patterns
 from megatron_sp.plan.flops import sequence_flops
-from megatron_sp.proof.code_paths import code_paths
 from megatron_sp.proof.reference_masks import visible_keys
-from megatron_sp.proof.shrink import shrink
+from megatron_sp.proof.small.code_paths import code_paths
+from megatron_sp.proof.small.shrink import shrink
 
 BASE = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --train-iters 2 "
         "--lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 97 "

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_sp.config.load import load_run
 from megatron_sp.config.rules.checks import check_problems
 from megatron_sp.config.schema import Run
+from megatron_sp.layout.masks.segments import Segments, window_reach
 from megatron_sp.layout.sharding import uses_fsdp
-from megatron_sp.proof.code_paths import code_paths, head_paths
-from megatron_sp.proof.shrink import MOST_PROCESSES, PREFERRED_PROCESSES, shrink
+from megatron_sp.layout.tiles import num_chunks
+from megatron_sp.proof.small.code_paths import PATHS, code_paths, head_paths
+from megatron_sp.proof.small.shrink import MOST_PROCESSES, PREFERRED_PROCESSES, NoSmallRunError, shrink
 
 BASE = ("--seq-length 8192 --lr 1e-4 --mock-data --vocab-size 32000 --attention-dropout 0 "
         "--hidden-dropout 0 --num-layers 24 --hidden-size 4096")
@@ -38,6 +42,21 @@ def run_of(flags: str, world: int) -> Run:
     (2, f"{HEADS} --ulysses-size 2 --ulysses-overlap-groups 4"),
     (16, f"{HEADS} --pipeline-model-parallel-size 2 --global-batch-size 64"),
     (2, f"{HEADS} --ulysses-size 2 --recompute-granularity full --recompute-num-layers 3"),
+    (2, f"{HEADS} --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-num-layers 5"),
+    (2, f"{HEADS} --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-num-layers 24"),
+    (1, f"{HEADS} --recompute-granularity full --recompute-method block --recompute-num-layers 5"),
+    (4, f"{HEADS} --pipeline-model-parallel-size 4 --recompute-granularity selective --recompute-method block "
+        "--recompute-num-layers 6"),
+    (2, f"{HEADS} --ulysses-size 2 --sequence-chunk-size 128"),
+    (3, f"{HEADS} --pipeline-model-parallel-size 3 --sequence-chunk-size 1024"),
+    (1, f"{HEADS} --sequence-chunk-size 64 --window-size 65"),
+    (1, f"{HEADS} --sequence-chunk-size 64 --window-size 100"),
+    (1, f"{HEADS} --sequence-chunk-size 256 --window-size 4000 --window-attn-skip-freq 2"),
+    (1, f"{HEADS} --attention-pattern bigbird --attention-block-size 100"),
+    (3, f"{HEADS} --ulysses-size 3 --seq-length 8190 --attention-pattern fixed --attention-block-size 90"),
+    (1, f"{HEADS} --sequence-chunk-size 1024 --attention-pattern strided --attention-block-size 2048"),
+    (1, f"{HEADS} --position-embedding-type rope --rotary-percent 0.5 --rope-scaling-type ntk "
+        "--rotary-scaling-factor 4"),
     (2, f"{HEADS} --ulysses-size 2 --mlp-tile-size 1024 --loss-tile-size 8192"),
     (2, f"{HEADS} --position-embedding-type rope --rotary-percent 0.25 --max-position-embeddings 16384"),
     (16, f"{HEADS} --tensor-model-parallel-size 8 --sequence-parallel"),
@@ -122,3 +141,47 @@ def test_tied_copies_of_sums_of_several_terms_stay() -> None:
     """The small run sums more than two terms, because two terms have the same sum in any order."""
     run = run_of(f"{HEADS} --pipeline-model-parallel-size 2 --global-batch-size 64", 16)
     assert shrink(run).run.parallel.fsdp > 2
+
+
+def test_a_code_path_has_a_description() -> None:
+    assert code_paths(run_of(HEADS, 1)).keys() == PATHS.keys()
+
+
+def test_chunks_are_more_than_any_buffer() -> None:
+    """Twelve chunks, or as many as the run has, or so many that windows cut them into segments as in the run."""
+    for flags, count, is_cut in (("--sequence-chunk-size 1024", 8, False), ("--sequence-chunk-size 64", 12, False),
+                                 ("--sequence-chunk-size 64 --window-size 60", 16, True)):
+        small = shrink(run_of(f"{HEADS} {flags}", 1)).run
+        assert num_chunks(small) == count
+        assert (Segments.of(count, window_reach(small)).size < count) == is_cut
+
+
+@pytest.mark.parametrize(("flags", "divides_sequence", "divides_chunk"), [
+    ("--attention-block-size 64", True, True), ("--attention-block-size 100", False, False),
+    ("--sequence-chunk-size 64 --attention-block-size 64", True, True),
+    ("--sequence-chunk-size 64 --attention-block-size 128", True, False),
+    ("--sequence-chunk-size 64 --attention-block-size 100", False, False)])
+def test_blocks_divide_what_the_users_blocks_divide(flags: str, divides_sequence: bool, divides_chunk: bool) -> None:
+    small = shrink(run_of(f"{HEADS} --attention-pattern bigbird {flags}", 1)).run
+    block, length = small.model.attention_block_size, small.data.seq_length
+    assert length // block >= 4
+    assert (length % block == 0) == divides_sequence
+    assert ((small.memory.sequence_chunk_size or length) % block == 0) == divides_chunk
+
+
+def test_notes_name_what_became_smaller() -> None:
+    text = " ".join(shrink(run_of(f"{HEADS} --sequence-chunk-size 128 --window-size 300 --recompute-granularity full "
+                                  "--recompute-num-layers 3 --mlp-tile-size 16", 1)).notes)
+    for words in ("chunks 64 of 128 tokens -> 32 of 4 tokens", "recomputed layers 3 -> 2", "window 300 -> 7",
+                  "MLP tile 16 -> 2", "layers 24 -> 4", "vocabulary 32000 -> 89"):
+        assert words in text, words
+    assert "block" not in text and "not in this proof" not in text
+
+
+def test_a_run_without_small_form_is_refused_with_the_rule_that_it_breaks() -> None:
+    run = run_of(f"{HEADS} --position-embedding-type rope --rotary-percent 0.25 --kv-channels 16 --rope-scaling-type "
+                 "ntk --rotary-scaling-factor 4", 1)
+    assert shrink(run).run.model.kv_channels == 16
+    broken = replace(run, model=replace(run.model, rotary_percent=0.125))
+    with pytest.raises(NoSmallRunError, match="at least 4 rotated elements"):
+        shrink(broken)
