@@ -53,7 +53,7 @@ def peak(flags: str, directory: Path) -> int:
     return int(json.loads(report.read_text())["peaks"][0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["all", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_within_a_bound_that_every_technique_is_needed_for(name: str, tmp_path: Path) -> None:
     flags, without = CASES[name]
     for technique, others in without.items():

@@ -96,7 +96,8 @@ def test_a_wrong_flag_is_reported_before_torch_is_imported(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number, flag", [
-    (signal.SIGTERM, "--exit-signal SIGUSR2"), (signal.SIGUSR1, ""), (signal.SIGINT, "--exit-signal SIGINT")])
+    (signal.SIGTERM, "--exit-signal SIGUSR2"), pytest.param(signal.SIGUSR1, "", marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, "--exit-signal SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_exits_with_0_and_resuming_repeats_nothing(tmp_path: Path, number: signal.Signals,
                                                                       flag: str) -> None:
     flags = f"--train-iters 100000 --lr-decay-style constant --save out --load out --save-interval 100000 {flag}"
@@ -143,10 +144,10 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path) -> 
     """SIGKILL at several moments while saving every step; each restart goes on from a complete checkpoint."""
     flags = "--train-iters 100000 --lr-decay-style constant --save out --load out --save-interval 1"
     metrics, known = tmp_path / "out" / "metrics.jsonl", 0
-    for attempt in range(3):
+    for attempt in range(2):
         process = start(tmp_path, flags)
         wait_for(metrics, known + 2)
-        time.sleep(0.013 * attempt)
+        time.sleep(0.02 * attempt)
         process.send_signal(signal.SIGKILL)
         process.wait()
         found = complete_iterations(tmp_path / "out")
@@ -190,6 +191,7 @@ def test_a_refused_resume_names_flags_and_leaves_the_configuration(tmp_path: Pat
     assert "warm-up and decay are 12 here (--train-iters 3) and 8 in the checkpoint (--train-iters 2)" in output
 
 
+@pytest.mark.slow
 def test_ramp_up_over_a_resume(tmp_path: Path) -> None:
     """The batch grows from 4 over 8 and 12 to 16 within 24 samples; the learning rate follows the samples."""
     flags = ("--train-samples 80 --global-batch-size 16 --rampup-batch-size 4 4 24 --lr-warmup-samples 8 "

@@ -16,7 +16,8 @@ from tests.helpers.training import train
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("world, layout", [(1, ""), (2, "--ulysses-size 2 --zero-stage 3")])
+@pytest.mark.parametrize("world, layout", [
+    (1, ""), pytest.param(2, "--ulysses-size 2 --zero-stage 3", marks=pytest.mark.slow)])
 def test_one_batch_of_real_text_is_learnt_by_heart(tmp_path: Path, ranks: RunRanks, world: int, layout: str) -> None:
     text = (ROOT / "LICENSE").read_text().split()
     tokens = np.frombuffer(" ".join(text)[:129].encode("ascii"), dtype=np.uint8).astype(np.uint16)  # two samples of 64

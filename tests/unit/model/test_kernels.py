@@ -244,6 +244,7 @@ def compiled_layer(layouts: list[str]) -> tuple[dict[str, float], int]:
     return found, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_computes_the_same() -> None:
     """By itself and with the Ulysses exchange; of equally many tokens a rank, so that most kernels are shared."""
     for found, graphs in run_ranks(compiled_layer, 2, ["--seq-length 32", "--ulysses-size 2"], timeout=240):

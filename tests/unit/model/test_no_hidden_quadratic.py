@@ -156,6 +156,7 @@ def resident_memory_over_steps(steps: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_resident_memory_is_flat_over_steps(ranks: RunRanks) -> None:
     resident = ranks(resident_memory_over_steps, 1, 260, timeout=200)[0]
     assert max(resident[-5:]) - min(resident[:5]) < 2 * 2**20, resident

@@ -82,7 +82,13 @@ def resolved(flags: str, world_size: int = 1) -> Run:
     return with_vocab(load_run(f"{flags} --no-shared-memory".split(), world_size)[0], 8192)  # GPUs use collectives, too
 
 
-@pytest.mark.parametrize("name", CASES)
+#: One case of each formula of the prediction; the others run with the slow tests.
+QUICK = {"gqa", "gelu bf16", "full", "selective, window", "head groups", "large loss tile", "offload", "dropout",
+         "documents, ulysses", "everything", "chunks, everything", "zero 1, microbatches", "zero 3, bf16"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+                                  for name in CASES])
 def test_within_a_tenth_of_the_trace(name: str) -> None:
     world, flags = CASES[name]
     run = resolved(flags, world)
