@@ -183,7 +183,8 @@ def prune(arguments: argparse.Namespace) -> int:
     from megatron_sp.checkpoint import files
     from megatron_sp.checkpoint.inspection import damages_of, iterations_on_disk
     from megatron_sp.checkpoint.lock import RunLock
-    from megatron_sp.checkpoint.saving.retention import Retention, remove_checkpoint
+    from megatron_sp.checkpoint.saving.removal import remove_checkpoint
+    from megatron_sp.checkpoint.saving.retention import Retention, is_whole
 
     if not arguments.keep_last and not arguments.save_retain_interval:
         raise ConfigError("prune needs --keep-last N or --save-retain-interval N; without either all checkpoints stay")
@@ -193,7 +194,7 @@ def prune(arguments: argparse.Namespace) -> int:
     if newest is None:
         raise CheckpointError(f"{arguments.dir} holds no complete checkpoint, so nothing is deleted")
     rule = Retention(arguments.keep_last or 1, arguments.save_retain_interval)
-    surplus = rule.surplus(complete, newest.iteration)
+    surplus = rule.surplus([number for number, path in complete.items() if is_whole(path)], newest.iteration)
     stay = [path for number, path in complete.items() if number not in surplus]
     damages = [text for path in progress_bar(stay, desc="verifying those that stay", leave=False)
                for text in damages_of(path)] if surplus else []
@@ -205,10 +206,11 @@ def prune(arguments: argparse.Namespace) -> int:
     if arguments.delete and surplus:
         lock = RunLock.take(arguments.dir, 1)       # a run must not save meanwhile
         try:
-            for number in surplus:
-                remove_checkpoint(complete[number])
+            failures = [problem for number in surplus if (problem := remove_checkpoint(complete[number]))]
         finally:
             lock.release()
+        if failures:
+            raise CheckpointError(" ".join(failures).replace("WARNING: ", ""))
     kept = ", ".join(path.name for path in stay)
     print(f"{len(surplus)} checkpoints {'deleted' if arguments.delete else 'would be deleted (add --delete)'}; "
           f"{len(stay)} stay: {kept}")

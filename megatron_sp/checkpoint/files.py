@@ -8,6 +8,7 @@
     SAVE/iter_0000008/manifest.json            name, size and checksum of every other file
     SAVE/iter_0000008/state.json, .metadata, *.distcp
     SAVE/iter_0000008/tokenizer/*              copies of the tokenizer's files
+    SAVE/iter_0000008/damaged.txt              why a run refused to load it
     SAVE/iter_0000016.building/                a save that has not finished
     SAVE/iter_0000016.replaced/                the earlier checkpoint of an iteration that is saved again
     SAVE/iter_0000004.removing/                an old checkpoint that is being deleted
@@ -19,6 +20,7 @@ only then takes away the suffix ``.building``.
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from dataclasses import dataclass, field
@@ -32,14 +34,16 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 CONFIG = "config.json"
+DAMAGED = "damaged.txt"
 BUILDING = ".building"
 REPLACED = ".replaced"
 REMOVING = ".removing"
 TOKENIZER = "tokenizer"
 FORMAT = 1
 
-#: Names of the files that a save writes into its ``.building`` directory.
-OWN_FILE = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|(state|manifest)\.json(\.building)?|{TOKENIZER}/[^/]+")
+#: Names of the files that this program writes into a checkpoint's directory, also while it is ``.building``.
+OWN_FILE = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|(state|manifest)\.json(\.building)?|{DAMAGED}|"
+                      rf"{TOKENIZER}/[^/]+")
 
 _READ_SIZE = 1 << 24
 
@@ -310,12 +314,25 @@ def describe_damage(path: Path, entry: dict[str, Any], *, with_checksum: bool = 
     return ""
 
 
+def sync_directory(path: Path) -> None:
+    """Flush a directory to disk, so that new and changed file names survive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def file_names(path: Path) -> list[str]:
-    """Return the names of the files in a checkpoint directory, those of the tokenizer's copies with their folder."""
-    found = [file.name for file in path.iterdir() if not (file.name == TOKENIZER and file.is_dir())]
+    """Return the names of the files in a checkpoint directory, those of the tokenizer's copies with their folder.
+
+    NFS renames a removed file that some process still has open to ``.nfs...`` and removes it later. It does not count.
+    """
+    found = [file.name for file in path.iterdir()
+             if not (file.name == TOKENIZER and file.is_dir()) and not file.name.startswith(".nfs")]
     return sorted(found) + sorted(f"{TOKENIZER}/{file.name}" for file in (path / TOKENIZER).glob("*"))
 
 
 def unlisted_files(path: Path, manifest: dict[str, dict[str, Any]]) -> list[str]:
     """Return the names of the files in a checkpoint that its manifest does not list. Nothing reads these files."""
-    return [name for name in file_names(path) if name != MANIFEST and name not in manifest]
+    return [name for name in file_names(path) if name not in (MANIFEST, DAMAGED, *manifest)]

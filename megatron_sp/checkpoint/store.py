@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_sp.checkpoint import compare
+from megatron_sp.checkpoint import compare, files
 from megatron_sp.checkpoint.agreement import gather, on_every_rank
 from megatron_sp.checkpoint.saving.saver import Saver
 from megatron_sp.checkpoint.state import (
@@ -65,7 +66,9 @@ def load_checkpoint(directory: str | Path, model: nn.Module, optimizer: torch.op
         CheckpointError: on all ranks, when no checkpoint is whole, or the one that ``iteration`` names is not, or it is
             of another model.
     """
-    chosen = choose_checkpoint(directory, iteration, run.checkpoint.verify_checkpoint)
+    home, saves = files.split_directory(directory)[0], run.checkpoint.save
+    chosen = choose_checkpoint(directory, iteration, run.checkpoint.verify_checkpoint,
+                               is_own=bool(saves) and os.path.realpath(home) == os.path.realpath(saves))
     if chosen is None:
         return None
     path, state = chosen.path, chosen.state

@@ -7,6 +7,7 @@ before, unless the user named it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +49,16 @@ class ChosenCheckpoint:
         return CheckpointReader(self.path, self.manifest)
 
 
-def choose_checkpoint(directory: str | Path, iteration: int | None, verify: str) -> ChosenCheckpoint | None:
+def choose_checkpoint(directory: str | Path, iteration: int | None, verify: str, *,
+                      is_own: bool = False) -> ChosenCheckpoint | None:
     """Return the checkpoint to load, the same on all ranks; None when there is none.
 
     Args:
         directory: a ``--save`` directory, or the directory of one checkpoint in it.
         iteration: the one that the user named; None for the newest.
         verify: FULL, SIZE or OFF.
+        is_own: whether the run saves there. Then it notes in a checkpoint that this one is damaged, so that the
+            deletion of old checkpoints (``saving/retention.py``) does not count it, also after a restart.
 
     Raises:
         CheckpointError: on all ranks, when no checkpoint is whole, or the one that the user named is not.
@@ -66,7 +70,11 @@ def choose_checkpoint(directory: str | Path, iteration: int | None, verify: str)
             chosen = _verified(candidate, verify)
         except DamagedCheckpoint as error:
             damages.append(str(error))
+            if is_own:
+                _note_damage(candidate.path, str(error))
             continue
+        if is_own and verify == FULL:
+            _note_damage(candidate.path, "")
         skipped = [f"{damage}. THE CHECKPOINT BEFORE IS USED: iteration {candidate.iteration}" for damage in damages]
         return ChosenCheckpoint(chosen.path, chosen.state, chosen.manifest, chosen.tensors, skipped + chosen.notes)
     if damages:
@@ -77,6 +85,16 @@ def choose_checkpoint(directory: str | Path, iteration: int | None, verify: str)
                 f"{home} holds no other checkpoint")
         raise CheckpointError(f"{'; '.join(damages)}. {cure}")
     return None
+
+
+def _note_damage(path: Path, text: str) -> None:
+    """On rank 0, write into a checkpoint that it is damaged, or remove this note; without effect where not allowed."""
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError):
+            if text:
+                (path / files.DAMAGED).write_text(text + "\n", encoding="utf-8")
+            else:
+                (path / files.DAMAGED).unlink(missing_ok=True)
 
 
 def _verified(found: FoundCheckpoint, verify: str) -> ChosenCheckpoint:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ from megatron_sp.checkpoint.files import (
     file_names,
     is_ours,
     iteration_directories,
+    sync_directory,
 )
+from megatron_sp.checkpoint.saving.removal import remove_rest
 from megatron_sp.errors import CheckpointError
 
 
@@ -57,30 +59,30 @@ def write_durably(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Flush a directory to disk, so that new and changed file names survive a crash of the machine."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _ignore(sentence: str) -> None:
+    """Take what a caller does not want to know."""
 
 
-def start_building(directory: Path, iteration: int) -> Path:
+def start_building(directory: Path, iteration: int, warn: Callable[[str], None] = _ignore) -> Path:
     """Create and return the empty directory ``iter_N.building``, after removing what killed saves left behind.
+
+    Args:
+        warn: is given a sentence for each thing that should go, cannot be removed and is in nobody's way.
 
     Raises:
         CheckpointError: ``iter_N`` exists without a manifest. Another program wrote it, so it is not replaced.
+        OSError: the directory cannot be made.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _finish_interrupted_replacements(directory)
-    for removed in iteration_directories(directory, REMOVING).values():
-        shutil.rmtree(removed)
-    for unfinished in iteration_directories(directory, BUILDING).values():
-        remove_unfinished(unfinished)
-    refuse_to_replace_unknown(directory / directory_name(iteration))
     path = directory / (directory_name(iteration) + BUILDING)
-    path.mkdir()
+    leftovers = [*_finish_interrupted_replacements(directory), *iteration_directories(directory, REMOVING).values()]
+    leftovers += [each for each in iteration_directories(directory, BUILDING).values() if each != path]
+    for sentence in map(remove_rest, leftovers):
+        if sentence:
+            warn(sentence)
+    remove_unfinished(path)
+    refuse_to_replace_unknown(directory / directory_name(iteration))
+    path.mkdir(exist_ok=True)
     return path
 
 
@@ -91,25 +93,28 @@ def refuse_to_replace_unknown(path: Path) -> None:
                               "it. Move it away, or give another --save")
 
 
-def _finish_interrupted_replacements(directory: Path) -> None:
-    """Finish each replacement of a checkpoint that a kill interrupted.
+def _finish_interrupted_replacements(directory: Path) -> list[Path]:
+    """Finish each replacement of a checkpoint that a kill interrupted, and return the directories to remove.
 
-    When the new ``iter_N`` is complete, the old ``iter_N.replaced`` is removed. Otherwise the old one gets its name
+    When the new ``iter_N`` is complete, nobody needs the old ``iter_N.replaced``. Otherwise the old one gets its name
     ``iter_N`` back. Every ``iter_N.replaced`` was a checkpoint of this program when it got this name.
     """
+    obsolete = []
     for iteration, replaced in iteration_directories(directory, REPLACED).items():
         final = directory / directory_name(iteration)
         if (final / MANIFEST).is_file():
-            shutil.rmtree(replaced)
+            obsolete.append(replaced)
         elif not os.path.lexists(final):
             os.rename(replaced, final)
+    return obsolete
 
 
 def remove_unfinished(building: Path) -> None:
-    """Remove a ``.building`` directory of a save that did not finish.
+    """Remove a ``.building`` directory of a save that did not finish, or empty it where NFS still holds a file.
 
     Raises:
         CheckpointError: the directory holds files that no save of this program writes. Nothing is removed then.
+        OSError: a file cannot be removed.
     """
     with contextlib.suppress(FileNotFoundError):
         names = file_names(building)
@@ -120,14 +125,17 @@ def remove_unfinished(building: Path) -> None:
             (building / name).unlink(missing_ok=True)
         if (building / TOKENIZER).is_dir():
             (building / TOKENIZER).rmdir()
-        building.rmdir()
+        if not any(building.glob(".nfs*")):
+            building.rmdir()
 
 
-def finish_building(building: Path, iteration: int, files: dict[str, dict[str, Any]]) -> Path:
+def finish_building(building: Path, iteration: int, files: dict[str, dict[str, Any]],
+                    warn: Callable[[str], None] = _ignore) -> Path:
     """Write the manifest, give the directory its final name and move the tracker to it.
 
     Args:
         files: the manifest's entry of every file, by name.
+        warn: is given a sentence when the replaced checkpoint cannot be removed.
 
     Returns:
         the checkpoint's final path
@@ -144,6 +152,6 @@ def finish_building(building: Path, iteration: int, files: dict[str, dict[str, A
     os.rename(building, final)
     sync_directory(directory)
     write_durably(directory / TRACKER, f"{iteration}\n")
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    if os.path.lexists(replaced) and (sentence := remove_rest(replaced)):
+        warn(sentence)
     return final

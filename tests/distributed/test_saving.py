@@ -182,6 +182,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
     for named in ("--ckpt-step 6", f"--load {save}/iter_0000006"):
         for error in run_ranks(train, 2, f"{flags} {named}"):
             assert "__1_0.distcp is damaged: its checksum differs" in error and "WARNING" not in error
+    assert "checksum differs" in (save / "iter_0000006" / files.DAMAGED).read_text()    # not to count later
     told = run_ranks(train_and_tell, 2, f"{flags} --exit-interval 6")
     assert [error for _, error in told] == ["", ""]
     text = told[0][0]
@@ -189,4 +190,4 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
     assert "manifest.json" in text and f"resumed from {save} at iteration 2" in text
     again = full_tensors(save / "iter_0000006")
     assert [name for name in expected if not torch.equal(again[name], expected[name])] == []
-    assert files.complete_iterations(save) == [2, 4, 6]
+    assert files.complete_iterations(save) == [2, 4, 6] and not (save / "iter_0000006" / files.DAMAGED).exists()

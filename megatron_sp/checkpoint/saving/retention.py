@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_sp.checkpoint import files
-from megatron_sp.checkpoint.writing import sync_directory
+from megatron_sp.checkpoint.saving.removal import remove_checkpoint
 from megatron_sp.config.schema import Checkpoint
 from megatron_sp.errors import CheckpointError
 
@@ -45,48 +44,33 @@ class Retention:
         return [number for number in own[:-self.keep_last] if not (self.interval and number % self.interval == 0)]
 
     def apply(self, directory: Path, newest: int) -> tuple[str, ...]:
-        """Delete the surplus checkpoints, unless one that stays is not whole.
+        """Delete the surplus checkpoints. A damaged one does not count, and stays.
 
         Returns:
             sentences for the log
         """
-        complete = files.complete_checkpoints(directory)
-        surplus = self.surplus(complete, newest)
-        if not surplus:
+        if not self.keep_last:
             return ()
-        own = [number for number in complete if number <= newest]
-        stay = [number for number in own if number not in surplus]
-        damaged = [number for number in stay if not _is_whole(complete[number])]
-        if damaged:
-            return (f"WARNING: no checkpoint is deleted, because the files of iteration "
-                    f"{', '.join(map(str, damaged))} are damaged",)
-        try:
-            for number in surplus:
-                remove_checkpoint(complete[number])
-        except OSError as error:
-            return (f"WARNING: old checkpoints cannot be deleted: {error.filename}: {error.strerror}",)
-        return (f"deleted the checkpoint{'s' if len(surplus) > 1 else ''} of iteration "
-                f"{', '.join(map(str, surplus))}",)
+        complete = files.complete_checkpoints(directory)
+        damaged = [number for number, path in complete.items() if number <= newest and not is_whole(path)]
+        surplus = self.surplus([number for number in complete if number not in damaged], newest)
+        problems = {number: remove_checkpoint(complete[number]) for number in surplus}
+        notes = [f"WARNING: {complete[number]} is damaged. It does not count among the checkpoints that are kept; "
+                 "delete it when you do not need it" for number in damaged]
+        if deleted := [str(number) for number, problem in problems.items() if not problem]:
+            notes.append(f"deleted the checkpoint{'s' if len(deleted) > 1 else ''} of iteration {', '.join(deleted)}")
+        return (*notes, *filter(None, problems.values()))
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether all files of a checkpoint exist with their sizes. Checksums would take a read of all files."""
+def is_whole(path: Path) -> bool:
+    """Return whether no run refused a checkpoint, and all its files exist with their sizes.
+
+    Checksums would take a read of all files.
+    """
+    if (path / files.DAMAGED).exists():
+        return False
     try:
         return not any(files.describe_damage(path / name, entry, with_checksum=False)
                        for name, entry in files.read_manifest(path).items())
     except CheckpointError:
         return False
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint directory. After a kill at any instant it is whole, or has a name that nobody loads.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
-    aside = path.with_name(path.name + files.REMOVING)
-    if aside.exists():
-        shutil.rmtree(aside)
-    path.rename(aside)
-    sync_directory(path.parent)
-    shutil.rmtree(aside)

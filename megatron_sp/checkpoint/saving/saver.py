@@ -16,7 +16,7 @@ import contextlib
 import json
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class Saver:
         self.directory, self.model, self.optimizer, self.run = Path(directory), model, optimizer, run
         self._background, self._planner, self._staging = background, Planner(), Staging()
         self._pending: _Job | None = None
+        self._warnings: set[str] = set()
 
     @property
     def pending(self) -> int | None:
@@ -101,7 +102,7 @@ class Saver:
         job.started, job.blocked = started, time.perf_counter() - started
         if wait:
             job.run()
-            return job.result()
+            return self._told_once(job.result())
         job.start_thread()
         self._pending = job
         return None
@@ -127,7 +128,13 @@ class Saver:
             raise SaveError(f"the save of iteration {job.iteration} did not end within {timeout:g} s")
         job.blocked += time.perf_counter() - waited
         self._pending = None
-        return job.result()
+        return self._told_once(job.result())
+
+    def _told_once(self, saved: Saved) -> Saved:
+        """Leave out the warnings that an earlier save of this run gave."""
+        notes = tuple(note for note in saved.notes if note not in self._warnings)
+        self._warnings.update(note for note in notes if note.startswith("WARNING"))
+        return replace(saved, notes=notes)
 
     def _prepare(self, iteration: int, state: dict[str, Any], *, copy: bool) -> _Job:
         run = self.run
@@ -143,10 +150,11 @@ class Saver:
             on_every_rank("cannot copy the state to host memory; leave --async-save out, or use more ranks",
                           lambda: copies.update(self._staging.copy(pieces, plan)))
             pieces = copies
+        warnings: list[str] = []
         building = on_rank_zero(f"cannot write to {self.directory}",
-                                lambda: writing.start_building(self.directory, iteration))
+                                lambda: writing.start_building(self.directory, iteration, warnings.append))
         return _Job(building, iteration, pieces, plan, json.dumps(plain, indent=1), run,
-                    self._background if copy else None)
+                    self._background if copy else None, warnings)
 
 
 @dataclass
@@ -160,6 +168,7 @@ class _Job:
     state: str
     config: Run
     group: dist.ProcessGroup | None
+    warnings: list[str]
     started: float = 0.0
     blocked: float = 0.0
     ended: float = 0.0
@@ -232,8 +241,8 @@ class _Job:
         for name in files.file_names(building):
             if name not in entries:
                 entries[name] = files.manifest_entry(building / name)
-        path = writing.finish_building(building, self.iteration, entries)
-        return path, Retention.of(self.config.checkpoint).apply(building.parent, self.iteration)
+        path = writing.finish_building(building, self.iteration, entries, self.warnings.append)
+        return path, (*self.warnings, *Retention.of(self.config.checkpoint).apply(building.parent, self.iteration))
 
 
 def _discard(building: Path) -> None:

@@ -140,12 +140,65 @@ def test_which_old_checkpoints_stay(tmp_path: Path, keep_last: int, interval: in
     assert bool(notes) == (left != [2, 4, 6, 8, 9])
 
 
-def test_nothing_is_deleted_for_a_damaged_checkpoint(tmp_path: Path) -> None:
-    for iteration in (2, 4):
+@pytest.mark.parametrize("harm", ["size", "refused"])
+def test_a_damaged_checkpoint_does_not_count_and_stays(tmp_path: Path, harm: str) -> None:
+    """Two whole ones stay beside it, although it is newer than one of them."""
+    for iteration in (2, 4, 6, 8):
         save(tmp_path, iteration, "data")
-    (tmp_path / "iter_0000004" / "__0_0.distcp").write_text("dat")
-    assert "no checkpoint is deleted" in Retention(1, 0).apply(tmp_path, 4)[0]
-    assert files.complete_iterations(tmp_path) == [2, 4]
+    if harm == "size":
+        (tmp_path / "iter_0000006" / "__0_0.distcp").write_text("dat")
+    else:
+        (tmp_path / "iter_0000006" / files.DAMAGED).write_text("its checksum differs")
+    notes = Retention(2, 0).apply(tmp_path, 8)
+    assert files.complete_iterations(tmp_path) == [4, 6, 8]
+    assert "iter_0000006 is damaged. It does not count" in notes[0]
+    assert notes[1] == "deleted the checkpoint of iteration 2"
+    save(tmp_path, 8, "again")
+    assert Retention(1, 0).apply(tmp_path, 8)[1] == "deleted the checkpoint of iteration 4"
+    save(tmp_path, 6, "again")                              # the note of the damage goes with what it was written for
+    assert files.unlisted_files(tmp_path / "iter_0000006", files.read_manifest(tmp_path / "iter_0000006")) == []
+    assert Retention(1, 0).apply(tmp_path, 8) == ("deleted the checkpoint of iteration 6",)
+
+
+def test_the_newest_stays_where_names_have_unequal_lengths(tmp_path: Path) -> None:
+    for iteration in (10_000_000, 9_999_999, 10_000_001):
+        save(tmp_path, iteration, "data")
+    Retention(2, 0).apply(tmp_path, 10_000_001)
+    assert files.complete_iterations(tmp_path) == [10_000_000, 10_000_001]
+
+
+def unlink_nothing(path: Path) -> None:
+    raise PermissionError(1, "Operation not permitted", str(path))
+
+
+def test_what_cannot_be_removed_stays_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to another disk, immutable files, a file that NFS still holds, and another program's directory."""
+    save(tmp_path / "elsewhere", 2, "data")
+    (tmp_path / "iter_0000002").symlink_to(tmp_path / "elsewhere" / "iter_0000002")
+    for iteration in (4, 6):
+        save(tmp_path, iteration, "data")
+    for name, file in (("iter_0000001.removing", "backup.sh"), ("iter_0000003.building", ".nfs0001"),
+                       ("iter_0000008.building", ".nfs0002"), ("iter_0000005.building", "notes.txt")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("")
+    told: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", unlink_nothing)
+        building = writing.start_building(tmp_path, 8, told.append)
+        foreign = [each.split(" holds ")[1].split(",")[0] for each in told if "holds" in each]
+        assert foreign == ["backup.sh", "notes.txt"]
+        assert sum("iter_0000003.building cannot be removed" in each for each in told) == 1 and len(told) == 3
+        (building / "__0_0.distcp").write_text("data")
+        entries = {name: files.manifest_entry(building / name) for name in files.file_names(building)}
+        assert list(entries) == ["__0_0.distcp"]
+        writing.finish_building(building, 8, entries)
+        notes = Retention(1, 0).apply(tmp_path, 8)
+    assert files.complete_iterations(tmp_path) == [8] and (tmp_path / "elsewhere" / "iter_0000002").is_dir()
+    assert notes[0] == "deleted the checkpoint of iteration 2" and not (tmp_path / "iter_0000002.removing").exists()
+    assert [f"iter_000000{number}.removing cannot be removed" in note for number, note in zip((4, 6), notes[1:])] == [
+        True, True]
+    save(tmp_path, 9, "data")                                   # the next save tries again, and may by now
+    assert not list(tmp_path.glob("iter_000000[46].removing"))
 
 
 def test_a_deletion_that_was_killed_is_finished_by_the_next_save(tmp_path: Path) -> None:
