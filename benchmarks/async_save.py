@@ -59,7 +59,7 @@ def build(arguments: argparse.Namespace, environment: runtime.Environment) -> tu
     step = TrainStep.build(run, build_model(run, mesh), mesh)
     text = torch.randint(0, vocab, (1, length + 1), generator=torch.Generator().manual_seed(1 + mesh.global_rank))
     batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.arange(length).unsqueeze(0),
-                       (0,), length).to(device)
+                       torch.zeros(1, dtype=torch.int64), length).to(device)
 
     def train() -> None:
         step.train([batch], scheduler_samples=0)

@@ -87,7 +87,7 @@ class Program:
         text = torch.randint(0, self.run.model.vocab_size, (1, len(positions) + 1),
                              generator=torch.Generator().manual_seed(0))
         batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions.unsqueeze(0),
-                           (0,), len(positions))
+                           torch.zeros(1, dtype=torch.int64), len(positions))
         self.whole_step.train([batch], scheduler_samples=0)
 
 

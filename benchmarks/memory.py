@@ -98,7 +98,7 @@ def child(flags: str, length: int) -> dict[str, float]:
         positions = torch.from_numpy(SequenceLayout.of(run, tokens).positions(mesh.rank("sp")))
         text = torch.randint(0, VOCAB, (1, len(positions) + 1))
         batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions.unsqueeze(0),
-                           (0,), len(positions))
+                           torch.zeros(1, dtype=torch.int64), len(positions))
         started = time.perf_counter()
         engine.forward_backward([batch], float(tokens))
         clip_grad_norm(model, 1.0, mesh)

@@ -97,7 +97,7 @@ def our_step(length: int, rank: int, world: int, zero_stage: int, store: str) ->
     tokens, labels = batch(length)
     positions = torch.from_numpy(SequenceLayout.of(run, length).positions(mesh.rank("sp")))
     mine = Microbatch(tokens[:, positions].contiguous(), labels[:, positions].contiguous(), positions.unsqueeze(0),
-                      (0,), len(positions))
+                      torch.zeros(1, dtype=torch.int64), len(positions))
 
     def step() -> float:
         totals, _ = whole_step.train([mine], scheduler_samples=0)

@@ -116,7 +116,7 @@ def count_our_update(layers: int) -> tuple[Traffic, int]:
     mesh = ParallelMesh.build(run.parallel)
     step = TrainStep.build(run, build_model(run, mesh), mesh)
     tokens = torch.zeros(1, shape.tokens, dtype=torch.int64)
-    batch = Microbatch(tokens, tokens, torch.arange(shape.tokens).unsqueeze(0), (0,),
+    batch = Microbatch(tokens, tokens, torch.arange(shape.tokens).unsqueeze(0), torch.zeros(1, dtype=torch.int64),
                        shape.tokens)
     step.train([batch], scheduler_samples=0)  # makes the optimizer's states
     loss = step.engine.forward_backward([batch], float(shape.tokens))

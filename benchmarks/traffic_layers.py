@@ -77,7 +77,7 @@ def our_layer(shape: Shape, *further: str) -> Layer:
     """Return our layer, with further flags."""
     block = our_model(shape, *further).layers["0"]
     angles = tuple(torch.empty(1, shape.tokens, 1, shape.width // 2, device=META) for _ in range(2))
-    return lambda x: block(x, angles, (0,))
+    return lambda x: block(x, angles, None)
 
 
 def plain_layer(shape: Shape) -> Layer:
@@ -155,7 +155,7 @@ def our_ends(shape: Shape) -> Ends:
         positions = torch.empty_like(tokens)
         rotation(model.config, positions, torch.bfloat16)
         loss = model.output(model.final_norm(x), None, lambda x, weight: model.loss_sum(labels, x, weight))
-        return [model.embedding(tokens, positions, (0,)), loss]
+        return [model.embedding(tokens, positions, None), loss]
 
     return compute
 

@@ -89,7 +89,7 @@ def our_step(run: Run, device: torch.device) -> Step:
     text = torch.randint(0, run.model.vocab_size, (1, length + 1), generator=generator)
     positions = torch.from_numpy(SequenceLayout.of(run).positions(mesh.rank("sp")))
     batch = Microbatch(text[:, positions].contiguous(), text[:, positions + 1].contiguous(), positions.unsqueeze(0),
-                       (0,), len(positions)).to(device)
+                       torch.zeros(1, dtype=torch.int64), len(positions)).to(device)
     microbatches = [batch] * (run.train.global_batch_size // run.parallel.dp)
 
     def step() -> None:

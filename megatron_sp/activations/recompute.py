@@ -71,8 +71,8 @@ def recompute(function: Callable[..., torch.Tensor], *args: Any, replay: Replay 
               on_host: ResultsOnHost | None = None) -> torch.Tensor:
     """Compute ``function(*args)`` and keep only the arguments for backward, which runs the function again.
 
-    No random state is kept or restored: dropout masks are drawn from keyed generators (``parallel/random.py``), which
-    give the same masks again.
+    No random state is kept or restored: a dropout mask is a hash (``parallel/random.py``), which gives the same mask
+    again.
 
     Args:
         replay: is active while the function runs again.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,28 +29,37 @@ class Microbatch:
         labels: next tokens, int64 ``[b, s/sp]``; -100 where there is no loss.
         positions: index of each input in its whole sequence, or in its document under ``--reset-position-ids``, int64
             ``[b, s/sp]``.
-        sample_ids: index of each sequence in the training order. They are no tensor, because the host seeds generators
-            with them, and FSDP would move a tensor to the device.
+        sample_ids: index of each sequence in the training order, int64 ``[b]``; dropout depends on it.
         num_valid: number of labels that are not -100.
         mask: which keys each query may see, for the whole sequences.
+        places: index of each input in its whole sequence, int64 ``[b, s/sp]``; dropout depends on it. None where it
+            equals ``positions``.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
-    sample_ids: tuple[int, ...]
+    sample_ids: torch.Tensor
     num_valid: int
     mask: AttentionMask = CAUSAL
+    places: torch.Tensor | None = None
 
     def pinned(self) -> Microbatch:
         """Return a copy in memory that the GPU can read while the host goes on."""
-        return replace(self, tokens=self.tokens.pin_memory(), labels=self.labels.pin_memory(),
-                       positions=self.positions.pin_memory())
+        return self._each(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device | str) -> Microbatch:
         """Return a copy on ``device``. The host does not wait for the copy of a pinned microbatch."""
-        move = [tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)]
-        return replace(self, tokens=move[0], labels=move[1], positions=move[2])
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by their names, each with the batch dimension first."""
+        named = {name: getattr(self, name) for name in ("tokens", "labels", "positions", "sample_ids", "places")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
 
 
 class BatchReader:
@@ -135,18 +145,26 @@ class BatchReader:
             labels[row, np.isin(self.places, unlabelled(self.dataset, sample))] = IGNORED
         if self.masked_input is not None:
             labels[tokens == self.masked_input] = IGNORED
+        places = np.tile(self.places, (len(samples), 1))
         positions, mask = self._place_documents(samples)
         return Microbatch(tokens=torch.from_numpy(tokens), labels=torch.from_numpy(labels),
-                          positions=torch.from_numpy(positions),
-                          sample_ids=tuple(samples),
-                          num_valid=int(np.count_nonzero(labels != IGNORED)), mask=mask)
+                          positions=torch.from_numpy(places if positions is None else positions),
+                          sample_ids=torch.tensor(samples, dtype=torch.int64),
+                          num_valid=int(np.count_nonzero(labels != IGNORED)), mask=mask,
+                          places=None if positions is None else torch.from_numpy(places))
 
-    def _place_documents(self, samples: Sequence[int]) -> tuple[np.ndarray, AttentionMask]:
-        """Return the position ids of this rank's tokens, int64 ``[b, s/sp]``, and the mask of whole sequences."""
+    def _place_documents(self, samples: Sequence[int]) -> tuple[np.ndarray | None, AttentionMask]:
+        """Return the position ids of this rank's tokens, int64 ``[b, s/sp]``, and the mask of whole sequences.
+
+        The position ids are None where documents do not change them.
+        """
         if not self.documents.matter:
-            return np.tile(self.places, (len(samples), 1)), CAUSAL
+            return None, CAUSAL
         starts = [self.documents.starts(self.dataset, sample) for sample in samples]
-        return np.stack([self.documents.positions(row, self.places) for row in starts]), self.documents.mask(starts)
+        mask = self.documents.mask(starts)
+        if not self.documents.reset_positions:
+            return None, mask
+        return np.stack([self.documents.positions(row, self.places) for row in starts]), mask
 
     def _check_tokens(self, window: np.ndarray, sample: int) -> None:
         if self.vocab_size and (int(window.max()) >= self.vocab_size or int(window.min()) < 0):

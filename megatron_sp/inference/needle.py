@@ -84,7 +84,7 @@ def score(model: nn.Module, text: Sequence[int], answer_length: int, vocab_size:
     tokens = torch.tensor([list(text)], device=device)
     before, answer = tokens[:, :-answer_length], tokens[:, -answer_length:]
     cache = KeyValueCache()
-    ids = (0,)
+    ids = torch.zeros(1, dtype=torch.int64)
     if 0 < chunk < before.shape[1]:
         first = prefill(model, before, cache, chunk)
     else:

@@ -170,4 +170,4 @@ def _next_logits(model: nn.Module, rows: list[list[int]], seen: int, cache: KeyV
     """
     ids = torch.tensor([row[seen:] for row in rows], device=device)
     positions = torch.arange(seen, len(rows[0]), device=device).expand(len(rows), -1)
-    return model(ids, positions, (0,) * len(rows), cache=cache)[:, -1]
+    return model(ids, positions, torch.zeros(len(rows), dtype=torch.int64), cache=cache)[:, -1]

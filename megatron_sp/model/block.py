@@ -18,7 +18,7 @@ from megatron_sp.model.mlp import MLP
 from megatron_sp.model.norm import Norm
 from megatron_sp.model.norm_kernels import NormKernels
 from megatron_sp.model.rotary import Rotation
-from megatron_sp.parallel.random import Dropout
+from megatron_sp.parallel.random import Dropout, DropoutKeys
 from megatron_sp.parallel.tensor import TensorRegion
 from megatron_sp.torch_internals import ALL_TO_ALL_OPERATOR, TENSOR_OVERLAP_OPTIONS
 
@@ -29,8 +29,6 @@ class Block(nn.Module):
     Args:
         layer: global number of the layer, from 0.
         plan, groups: see ``Attention``.
-        first_token: number of this rank's first token between tensor-parallel regions, within the sequence or, where
-            it is computed in chunks, within a chunk; it keys dropout.
         recompute_granularity: "full" keeps only the layer's input for backward, "selective" also the output of
             attention, "" everything. With head groups, attention recomputes itself. Then the input of the second
             branch is kept too, because recomputing the whole layer would run attention a third time.
@@ -41,13 +39,13 @@ class Block(nn.Module):
     """
 
     def __init__(self, model: Model, layer: int, plan: AttentionPlan, groups: Sequence[AttentionPlan] = (), *,
-                 seed: int, first_token: int, recompute_granularity: str = "", mlp_tile: int = 0,
+                 seed: int, recompute_granularity: str = "", mlp_tile: int = 0,
                  results: KeptResults | None = None, results_on_host: ResultsOnHost | None = None,
                  region: TensorRegion, dtype: torch.dtype, norm_kernels: NormKernels, compiled: bool = False):
         super().__init__()
         self.recompute_granularity = recompute_granularity
         self.results, self.results_on_host = results, results_on_host
-        self.first_token, self.replay = first_token, Replay()
+        self.replay = Replay()
 
         def norm() -> Norm:
             return Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=region.megatron_sp,
@@ -63,39 +61,35 @@ class Block(nn.Module):
         options = TENSOR_OVERLAP_OPTIONS if region.overlapped else None
         self.compute = torch.compile(self._compute, options=options) if compiled else self._compute
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: Sequence[int],
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, keys: DropoutKeys | None,
                 mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None,
                 chunk: Chunk | None = None) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
         if not self.recompute_granularity or not torch.is_grad_enabled():
-            return self.compute(x, rotation, sample_ids, mask, cache, chunk)
+            return self.compute(x, rotation, keys, mask, cache, chunk)
         if self.attention.groups:
-            x = self._attend(x, rotation, sample_ids, mask, None, chunk)
-            return recompute(self._feed_forward, x, sample_ids, chunk, replay=self.replay)
+            x = self._attend(x, rotation, keys, mask, None, chunk)
+            return recompute(self._feed_forward, x, keys, replay=self.replay)
         if self.recompute_granularity == "selective":
             if chunk is not None:  # the store of keys and values keeps the output of attention without dropout
-                return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, keep=(ALL_TO_ALL_OPERATOR,),
+                return recompute(self.compute, x, rotation, keys, mask, None, chunk, keep=(ALL_TO_ALL_OPERATOR,),
                                  results=self.results)
-            return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, keep=KEPT_OPERATORS,
+            return recompute(self.compute, x, rotation, keys, mask, None, chunk, keep=KEPT_OPERATORS,
                              results=self.results, on_host=self.results_on_host)
-        return recompute(self.compute, x, rotation, sample_ids, mask, None, chunk, replay=self.replay)
+        return recompute(self.compute, x, rotation, keys, mask, None, chunk, replay=self.replay)
 
-    def _compute(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: Sequence[int],
+    def _compute(self, x: torch.Tensor, rotation: Rotation | None, keys: DropoutKeys | None,
                  mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
         """Apply both branches, without recomputation."""
-        return self._feed_forward(self._attend(x, rotation, sample_ids, mask, cache, chunk), sample_ids, chunk)
+        return self._feed_forward(self._attend(x, rotation, keys, mask, cache, chunk), keys)
 
-    def _attend(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: Sequence[int],
+    def _attend(self, x: torch.Tensor, rotation: Rotation | None, keys: DropoutKeys | None,
                 mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
         """Return x + drop(attention(norm(x)))."""
-        y = self.attention(x, rotation, sample_ids, mask, cache, chunk, normalise=self.input_norm)
-        return x + self._drop(y, self.attention_dropout, sample_ids, chunk)
+        y = self.attention(x, rotation, keys, mask, cache, chunk, normalise=self.input_norm)
+        return x + self.attention_dropout.hidden(y, keys)
 
-    def _feed_forward(self, x: torch.Tensor, sample_ids: Sequence[int], chunk: Chunk | None) -> torch.Tensor:
+    def _feed_forward(self, x: torch.Tensor, keys: DropoutKeys | None) -> torch.Tensor:
         """Return x + drop(mlp(norm(x)))."""
         y = self.mlp(self.post_attention_norm(x), skip_value=self.replay.is_active)
-        return x + self._drop(y, self.mlp_dropout, sample_ids, chunk)
-
-    def _drop(self, x: torch.Tensor, dropout: Dropout, sample_ids: Sequence[int], chunk: Chunk | None) -> torch.Tensor:
-        first = self.first_token + (0 if chunk is None else chunk.first_token)
-        return dropout.hidden(x, sample_ids, first) if self.training else x
+        return x + self.mlp_dropout.hidden(y, keys)

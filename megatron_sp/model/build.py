@@ -107,8 +107,6 @@ def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegio
              kernels: Kernels) -> GPT:
     """Return all modules of a stage, with parameters on the meta device, which takes no memory."""
     model, seed = run.model, run.train.seed
-    tokens = (run.memory.sequence_chunk_size or run.data.seq_length) // mesh.size("sp")
-    first_token = mesh.rank("sp") * tokens + region.outside_tokens(tokens)[0]
     plan = plan_attention(run, mesh, kernels)
     groups = plan_head_groups(run, mesh, kernels, plan)
     memory = run.memory
@@ -122,15 +120,15 @@ def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegio
     def block(layer: int) -> Block:
         granularity = memory.recompute_granularity if layer in recomputed and unit == 1 else ""
         offloaded = layer - stage.layers.start < num_offloaded
-        return Block(model, layer, plan, groups, seed=seed, first_token=first_token,
-                     recompute_granularity=granularity, mlp_tile=memory.mlp_tile_size, results=kernels.results,
+        return Block(model, layer, plan, groups, seed=seed, recompute_granularity=granularity,
+                     mlp_tile=memory.mlp_tile_size, results=kernels.results,
                      results_on_host=results_on_host if offloaded else None, region=region, dtype=dtype,
                      norm_kernels=kernels.norms, compiled=run.train.compile)
 
     embedding = final_norm = output = None
     with torch.device("meta"):
         if stage.is_first:
-            embedding = Embedding(model, seed=seed, first_token=first_token, region=region, dtype=dtype)
+            embedding = Embedding(model, seed=seed, region=region, dtype=dtype)
         if stage.is_last:
             final_norm = Norm(model.hidden_size, model, region=region, dtype=dtype, partial_grad=region.megatron_sp,
                               kernels=kernels.norms)
@@ -139,7 +137,7 @@ def assemble(run: Run, stage: StagePlan, mesh: ParallelMesh, region: TensorRegio
         return GPT(model, stage.layers, block, embedding=embedding, final_norm=final_norm, output=output,
                    loss_tile=memory.loss_tile_size, products_in_fp32=kernels.products_in_fp32, unit=unit,
                    offload=ActivationOffload(memory.offload_activations, len(stage.layers) // unit)
-                   if memory.offload_activations else None)
+                   if memory.offload_activations else None, region=region)
 
 
 def build_stage(run: Run, stage: StagePlan, mesh: ParallelMesh, dtype: torch.dtype, kernels: Kernels) -> GPT:

@@ -27,7 +27,7 @@ from megatron_sp.model.block import Block
 from megatron_sp.model.loss import linear_cross_entropies, linear_cross_entropy_sum
 from megatron_sp.model.norm import Norm
 from megatron_sp.model.rotary import Rotation, rotation
-from megatron_sp.parallel.random import Dropout
+from megatron_sp.parallel.random import Dropout, DropoutKeys, token_keys
 from megatron_sp.parallel.tensor import TensorRegion, VocabParallelEmbedding, VocabParallelOutput, local_weight
 
 
@@ -42,22 +42,14 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """[b, t] -> [b, t(/tp), h]"""
-        first, count = self.region.outside_tokens(positions.shape[1])
-        weight = local_weight(self.weight)
-        return F.embedding(positions[:, first:first + count], weight)
+        return F.embedding(self.region.outside(positions), local_weight(self.weight))
 
 
 class Embedding(nn.Module):
-    """Token embedding, plus learned positions where the model has them, then dropout.
+    """Token embedding, plus learned positions where the model has them, then dropout."""
 
-    Args:
-        first_token: number of this rank's first token between tensor-parallel regions, within the sequence or, where
-            it is computed in chunks, within a chunk; it keys dropout.
-    """
-
-    def __init__(self, model: Model, *, seed: int, first_token: int, region: TensorRegion, dtype: torch.dtype):
+    def __init__(self, model: Model, *, seed: int, region: TensorRegion, dtype: torch.dtype):
         super().__init__()
-        self.first_token = first_token
         self.word = VocabParallelEmbedding(model.vocab_size, model.padded_vocab_size, model.hidden_size,
                                            region=region, dtype=dtype)
         self.position = None
@@ -66,14 +58,12 @@ class Embedding(nn.Module):
                                               dtype=dtype)
         self.dropout = Dropout(model.hidden_dropout, seed, "embedding")
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, sample_ids: Sequence[int],
-                chunk: Chunk | None = None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, keys: DropoutKeys | None) -> torch.Tensor:
         """[b, t] -> [b, t(/tp), h]"""
         x = self.word(tokens)  # [b, t] -> [b, t(/tp), h]
         if self.position is not None:
             x = x + self.position(positions)
-        first = self.first_token + (0 if chunk is None else chunk.first_token)
-        return self.dropout.hidden(x, sample_ids, first) if self.training else x
+        return self.dropout.hidden(x, keys)
 
 
 class GPT(nn.Module):
@@ -87,12 +77,15 @@ class GPT(nn.Module):
         loss_tile, products_in_fp32: see ``loss.linear_cross_entropy_sum``.
         unit: layers that are recomputed together; 1 leaves recomputation to each layer.
         offload: moves layer inputs to host memory.
+        region: splits the tokens between layers over tensor-parallel ranks.
     """
 
     def __init__(self, model: Model, layers: range, blocks: Callable[[int], Block], *, embedding: Embedding | None,
                  final_norm: Norm | None, output: VocabParallelOutput | None, loss_tile: int = 0,
-                 products_in_fp32: bool = False, unit: int = 1, offload: ActivationOffload | None = None):
+                 products_in_fp32: bool = False, unit: int = 1, offload: ActivationOffload | None = None,
+                 region: TensorRegion):
         super().__init__()
+        self.region, self.drops = region, max(model.hidden_dropout, model.attention_dropout) > 0
         self.config, self.loss_tile, self.unit, self.offload = model, loss_tile, unit, offload
         self.products_in_fp32 = products_in_fp32
         self.embedding = embedding
@@ -100,21 +93,22 @@ class GPT(nn.Module):
         self.final_norm = final_norm
         self.output = output
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, sample_ids: Sequence[int], *,
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor, *,
                 labels: torch.Tensor | None = None, reduction: Literal["sum", "none"] = "sum",
                 mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None,
-                chunk: Chunk | None = None) -> torch.Tensor:
+                chunk: Chunk | None = None, places: torch.Tensor | None = None) -> torch.Tensor:
         """Return the losses of this rank's tokens, or without labels their logits.
 
         Args:
             x: tokens int64 [b, s/sp]; on a later stage hidden states [b, s/sp(/tp), h].
             positions: int64 [b, s/sp], global.
-            sample_ids: global sample number of each sequence; they key dropout.
+            sample_ids: global sample number of each sequence, int64 [b]; dropout depends on it.
             labels: int64 [b, s/sp], -100 where there is nothing to predict.
             reduction: "sum" for training; "none" for the loss of each token, without gradients.
             mask: which keys each query may see, for the whole sequences.
             cache: keys and values of earlier tokens, for decoding token by token.
             chunk: the chunk of the sequence that these tokens are, if they are not the whole sequence.
+            places: number of each token in its sequence, int64 [b, s/sp]; dropout depends on it. Default: positions.
         Returns:
             On an earlier stage, or for a chunk that needs no output, hidden states [b, s/sp(/tp), h]; else without
             labels logits [b, s/sp, v/tp], with labels the sum of the losses [1] or, unreduced, the losses [b, s/sp].
@@ -122,17 +116,21 @@ class GPT(nn.Module):
         is_first_pass = chunk is not None and not chunk.needs_output
         if chunk is not None and is_first_pass and self.final_norm is not None:
             chunk = replace(chunk, keys_only=int(list(self.layers)[-1]))  # nobody reads the last layer's output
+        keys = None
+        if self.training and self.drops:
+            tokens = self.region.outside(positions if places is None else places)
+            keys = DropoutKeys(sample_ids, token_keys(sample_ids, tokens))
         if self.embedding is not None:
-            x = self.embedding(x, positions, sample_ids, chunk)  # [b, s/sp] -> [b, s/sp(/tp), h]
+            x = self.embedding(x, positions, keys)  # [b, s/sp] -> [b, s/sp(/tp), h]
         angles = None
         if self.config.position_embedding_type == "rope":
             angles = rotation(self.config, positions, x.dtype)
         for index, blocks in enumerate(self.units()):
             with self.offload.around(index, x) if self.offload else contextlib.nullcontext():
                 if len(blocks) > 1 and torch.is_grad_enabled():
-                    x = recompute(run_layers, blocks, x, angles, sample_ids, mask, None, chunk)
+                    x = recompute(run_layers, blocks, x, angles, keys, mask, None, chunk)
                 else:
-                    x = run_layers(blocks, x, angles, sample_ids, mask, cache, chunk)
+                    x = run_layers(blocks, x, angles, keys, mask, cache, chunk)
         if self.final_norm is None or self.output is None or is_first_pass:
             return x
         tied = None if self.embedding is None else self.embedding.word.weight
@@ -160,9 +158,9 @@ class GPT(nn.Module):
                                       tile=self.loss_tile)
 
 
-def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, angles: Rotation | None, sample_ids: Sequence[int],
+def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, angles: Rotation | None, keys: DropoutKeys | None,
                mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
     """Apply the layers one after another: [b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
     for block in blocks:
-        x = block(x, angles, sample_ids, mask, cache, chunk)
+        x = block(x, angles, keys, mask, cache, chunk)
     return x

@@ -28,7 +28,7 @@ def token_losses(model: nn.Module, tokens: Tensor, size: int = 0) -> Tensor:
     """
     inputs, labels, store = tokens[None, :-1], tokens[None, 1:], KeyValueStore()
     positions = torch.arange(labels.numel(), device=tokens.device)[None]
-    ids, losses = (0,), []
+    ids, losses = torch.zeros(1, dtype=torch.int64), []
     for number, part in enumerate(parts_of(labels.numel(), size)):
         chunk = Chunk(store, number, size, keeps=part.stop < labels.numel()) if size else None
         losses.append(model(inputs[:, part], positions[:, part], ids, labels=labels[:, part], reduction="none",

@@ -75,6 +75,11 @@ class TensorRegion:
         piece = num_tokens // self.size
         return self.rank * piece, piece
 
+    def outside(self, x: torch.Tensor) -> torch.Tensor:
+        """Return of the tokens inside the region those that this rank holds outside: [b, t] -> [b, t(/tp)]"""
+        first, count = self.outside_tokens(x.shape[1])
+        return x[:, first:first + count]
+
     def parameter(self, local_shape: tuple[int, ...], placement: Placement, dtype: torch.dtype) -> nn.Parameter:
         """Return an uninitialised parameter with this shape per rank; with more than one rank it is a DTensor."""
         local = torch.empty(local_shape, dtype=dtype)

@@ -1,9 +1,8 @@
 """The plain model that all proofs compare with: a GPT and its training, written directly from the mathematics.
 
-It runs on one process, on whole sequences and whole weights, without parallel code. It uses only two parts of the
-framework: the types of the configuration, and the generator of dropout masks, whose keys it computes itself. The loss,
-clipping, the learning rate and the order of tokens over ranks are written here a second time, so that a fault in the
-framework is not repeated in the model that should reveal it.
+It runs on one process, on whole sequences and whole weights, without parallel code. It uses only one part of the
+framework: the types of the configuration. The loss, clipping, the learning rate and dropout are written here a second
+time, so that a fault in the framework is not repeated in the model that should reveal it.
 
 Letters in shapes: B sequences of a global batch, s tokens of a sequence, h hidden size, n query heads, g key/value
 heads, d head width, V vocabulary without padding. Weights are ``[out, in]`` and have the names of the framework's
@@ -12,16 +11,17 @@ parameters.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_sp.config.schema import Model, Run
-from megatron_sp.parallel.random import Dropout
 from megatron_sp.proof.reference_masks import visible_keys
 
 Weights = dict[str, Tensor]
@@ -48,7 +48,7 @@ class Step:
     learning_rate: float = 0.0
 
 
-def keep_all(site: str, x: Tensor, head: int = 0) -> Tensor:
+def keep_all(site: str, x: Tensor, head: int | None = None) -> Tensor:
     """Return x unchanged: the ``Drop`` of a model without dropout."""
     return x
 
@@ -75,56 +75,48 @@ def dropout_sites(model: Model) -> list[str]:
 def keyed_dropout(run: Run, first_sample: int = 0) -> Drop:
     """Return the dropout of a global batch, with the same masks that the framework draws for its samples.
 
-    The masks come from the framework's generator, but their keys are computed here. For hidden states there is one mask
-    for each sample and each rank's part of the tokens, or of a chunk of the tokens. For attention probabilities there
-    is one for each sample, head and block of 512 queries in every layout, which begins anew with each chunk.
+    Whether an element is dropped depends on the seed, the place in the model, the number of the sample, the token's
+    place in its sequence and the channel, or on the query's place, the head and the key's place. No layout changes it.
 
     Args:
-        run: gives the dropout probabilities, the seed and the layout.
+        run: gives the dropout probabilities and the seed.
         first_sample: number of the batch's first sample in the training order.
     """
-    parallel = run.parallel
-    shards = parallel.sp * (parallel.tp if parallel.megatron_sp else 1)
-    chunk = run.memory.sequence_chunk_size
-
-    def drop(site: str, x: Tensor, head: int = 0) -> Tensor:
-        is_attention = site.endswith("/attention")
-        probability = run.model.attention_dropout if is_attention else run.model.hidden_dropout
+    def drop(site: str, x: Tensor, head: int | None = None) -> Tensor:
+        probability = run.model.hidden_dropout if head is None else run.model.attention_dropout
         if probability == 0:
             return x
-        source = Dropout(probability, run.train.seed, site)
-        samples = range(first_sample, first_sample + x.shape[0])
-        keep = torch.empty_like(x, dtype=torch.bool)  # [B, s, h] or [B, s, s]
-        if is_attention:
-            queries = chunk or x.shape[1]
-            assert queries <= 512
-            for row, sample in enumerate(samples):
-                for start in range(0, x.shape[1], queries):
-                    stop = start + queries
-                    keep[row, start:stop, :stop] = source.keep((queries, stop), x.device, sample, head, start)
-        else:
-            order, part = tokens_by_rank(x.shape[1], parallel.ring), (chunk or x.shape[1]) // shards
-            for row, sample in enumerate(samples):
-                for start in range(0, x.shape[1], part):
-                    keep[row, order[start:start + part]] = source.keep((part, x.shape[2]), x.device, sample, start)
-        return torch.where(keep, x / (1 - probability), torch.zeros_like(x))
+        digest = hashlib.blake2b(f"{run.train.seed}/{site}".encode(), digest_size=8).digest()
+        ours = int.from_bytes(digest, "little") // 2
+        samples, rows, columns = (np.arange(count, dtype=np.uint64) for count in x.shape)
+        high, low = _shuffled(_PI, samples[:, None] + np.uint64(first_sample))
+        high, low = _shuffled((high, low), rows)  # [B, s]
+        if head is not None:
+            high, low = _shuffled((high, low), np.full_like(rows, head))
+        high, low = high ^ np.uint64(ours % 2**31), low ^ np.uint64(ours // 2**31 % 2**31)
+        mixed = _middle(high[:, :, None] ^ _shuffled(_PI, columns)[0]) ^ low[:, :, None]  # [B, s, h] or [B, s, s]
+        share = (mixed * np.uint64(0x5851F42D) % np.uint64(2**32)).astype(np.float64) / 2**32  # even in [0, 1)
+        return torch.where(torch.from_numpy(share < round(probability * 2**32) / 2**32), torch.zeros_like(x),
+                           x / (1 - probability))
 
     return drop
 
 
-def tokens_by_rank(length: int, ring: int) -> Tensor:
-    """Return all positions of a sequence in the order of the ranks that own them, ``[s]`` int64.
+#: The pair of 31-bit words that every key of dropout starts with.
+_PI = np.array(0x243F6A88, dtype=np.uint64), np.array(0x05A308D3, dtype=np.uint64)
 
-    Without a ring, each rank owns the next contiguous part. A ring cuts the sequence into 2 x ring chunks, and its
-    member r owns chunks r and 2 x ring - 1 - r. So all members have equal work under the causal mask. A ring of 2::
 
-        chunk     0        1        2        3
-        owner     member 0 member 1 member 1 member 0
-    """
-    if ring == 1:
-        return torch.arange(length)
-    chunks = torch.arange(length).view(2 * ring, -1)
-    return torch.cat([chunks[chunk] for rank in range(ring) for chunk in (rank, 2 * ring - 1 - rank)])
+def _middle(word: np.ndarray) -> np.ndarray:
+    """Return bits 16 to 46 of the products of 31-bit words and a constant."""
+    return word * np.uint64(0x6C8E9CF5) // np.uint64(2**16) % np.uint64(2**31)
+
+
+def _shuffled(key: tuple[np.ndarray, np.ndarray], number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return keys of dropout, pairs of 31-bit words, into which numbers were shuffled by a Feistel network."""
+    left, right = key[0] ^ number % np.uint64(2**31), key[1] ^ number // np.uint64(2**31)
+    for _ in range(4):
+        left, right = right ^ _middle(left), left
+    return left, right
 
 
 def reference_training(weights: Weights, run: Run, batches: Sequence[Batch],

@@ -118,7 +118,9 @@ class ChunkPipeline:
         else:
             x = self.links.receive((len(tokens), self.tokens, self.width), self.dtype, self.links.rank - 1)
             x.requires_grad_(torch.is_grad_enabled())
-        return x, self.stage(x, positions, batch.sample_ids, labels=labels, mask=batch.mask, chunk=part.chunk)
+        places = None if batch.places is None else batch.places[:, part.tokens]
+        return x, self.stage(x, positions, batch.sample_ids, labels=labels, mask=batch.mask, chunk=part.chunk,
+                             places=places)
 
     def _pass_on(self, y: torch.Tensor) -> None:
         """Send hidden states to the next stage, if there is one."""

@@ -109,7 +109,9 @@ class Engine:
     def _run(self, batch: Microbatch, part: Part) -> torch.Tensor:
         """Call the model with a part of a microbatch; return the sum of its losses [1], or hidden states."""
         tokens, positions, labels = (x[:, part.tokens] for x in (batch.tokens, batch.positions, batch.labels))
-        return self.model(tokens, positions, batch.sample_ids, labels=labels, mask=batch.mask, chunk=part.chunk)
+        places = None if batch.places is None else batch.places[:, part.tokens]
+        return self.model(tokens, positions, batch.sample_ids, labels=labels, mask=batch.mask, chunk=part.chunk,
+                          places=places)
 
 
 class PipelineEngine:
@@ -198,7 +200,7 @@ class SideStreamCopies(DeviceCopies):
         """See ``DeviceCopies.finish``. The computation waits for the copies, and the host does not."""
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
-        for tensor in (copy.tokens, copy.labels, copy.positions):
+        for tensor in copy.tensors().values():
             tensor.record_stream(current)  # else its memory might be used for a later copy too early
         return copy
 
@@ -240,10 +242,8 @@ def _concatenate(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torc
         tokens, labels, the further tensors that every stage takes by name, and for each microbatch the arguments that
         are no tensors
     """
-    tokens, labels, positions = (torch.cat([getattr(batch, name) for batch in microbatches])
-                                 for name in ("tokens", "labels", "positions"))
-    return tokens, labels, {"positions": positions, "labels": labels}, [
-        {"sample_ids": batch.sample_ids, "mask": batch.mask} for batch in microbatches]
+    named = {name: torch.cat([batch.tensors()[name] for batch in microbatches]) for name in microbatches[0].tensors()}
+    return named.pop("tokens"), named["labels"], named, [{"mask": batch.mask} for batch in microbatches]
 
 
 def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh,

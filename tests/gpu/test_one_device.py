@@ -151,7 +151,7 @@ def losses(run: Run, device: torch.device, steps: int = 20) -> list[float]:
     step = TrainStep.build(run, build_model(run, mesh), mesh)
     text = torch.randint(0, 97, (4, 65), generator=torch.Generator().manual_seed(0)).to(device)
     batch = Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(),
-                       torch.arange(64, device=device).expand(4, 64), (0, 1, 2, 3), 256)
+                       torch.arange(64, device=device).expand(4, 64), torch.arange(4, device=device), 256)
     found: list[float] = []
     while len(found) < steps:
         totals, _ = step.train([batch], scheduler_samples=0)
@@ -182,7 +182,8 @@ def test_microbatches_arrive_whole_from_a_stream_of_their_own(device: torch.devi
     from megatron_sp.train.forward_backward import DeviceCopies, one_ahead
 
     texts = [torch.randint(0, 97, (1, 2**20)) for _ in range(5)]
-    batches = [Microbatch(text, text + 1, text + 2, (0,), text.numel()).pinned() for text in texts]
+    ids = torch.zeros(1, dtype=torch.int64)
+    batches = [Microbatch(text, text + 1, text + 2, ids, text.numel()).pinned() for text in texts]
     matrix = torch.randn(4096, 4096, device=device)
     for text, batch in zip(texts, one_ahead(batches, DeviceCopies.of(device)), strict=True):
         sums = torch.stack([batch.tokens.sum(), batch.labels.sum(), batch.positions.sum()])

@@ -98,4 +98,4 @@ def _microbatch(run: Run) -> Microbatch:
     mask = CAUSAL
     if run.data.reset_attention_mask:  # documents of a quarter of the sequence, and one that begins a token later
         mask = AttentionMask(((0, run.data.seq_length // 4, run.data.seq_length // 2 + 1),) * size)
-    return Microbatch(text, labels, positions, tuple(range(size)), size * tokens, mask)
+    return Microbatch(text, labels, positions, torch.arange(size), size * tokens, mask)

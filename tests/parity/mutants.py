@@ -120,7 +120,14 @@ MUTANTS = {
         "layout/heads.py", "* self.num_kv // self.num_query - offset for", "* 0 for", 2,
         f"{U2} --hidden-size 1536 --num-attention-heads 12 --num-key-value-heads 3 --kv-channels 64", "loss"),
     "dropout of the first shard on all": Mutant(
-        "model/build.py", "mesh.rank(\"sp\") * tokens +", "0 * tokens +", 2, f"{U2} {DROPOUT}", "loss"),
+        "model/gpt.py", "token_keys(sample_ids, tokens)", "token_keys(sample_ids, tokens - tokens[:, :1])", 2,
+        f"{U2} {DROPOUT}", "loss"),
+    "dropout of positions inside documents": Mutant(
+        "model/gpt.py", "positions if places is None else places", "positions", 1,
+        f"{DOCUMENTS} --hidden-dropout 0.1", "loss"),
+    "dropout of attention that begins anew with each chunk": Mutant(
+        "model/attention/chunk_attention.py", "replace(dropout, earlier=seen.keys(first)[0])", "dropout", 1,
+        f"{CHUNKS} {DROPOUT} --window-size 700", "loss"),
     "earlier ring members under the mask": Mutant(
         "parallel/ring.py", "(whole, slice(0, half), False)", "(whole, slice(0, half), True)", 2,
         "--ring-size 2", "loss"),
@@ -136,7 +143,7 @@ MUTANTS = {
         f"{DOCUMENTS} --document-boundaries eod", "loss"),
     "no mask on later pipeline stages": Mutant(
         "torch_internals.py", "if self.objects else {}",
-        "if self.objects and self.is_first else {\"sample_ids\": (0,)}", 2, f"{PP2} {DOCUMENTS}", "loss"),
+        "if self.objects and self.is_first else {}", 2, f"{PP2} {DOCUMENTS}", "loss"),
 }
 #: Mutants of the default run of the tests; the others are marked slow.
 QUICK = ("label at the end of a shard", "clip by the squared norm", "gradients not unscaled",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_sp.model.attention.cores import AttentionCore, SDPACore, UnfusedCore
 from megatron_sp.model.attention.unfused import AttentionDropout
-from megatron_sp.parallel.random import Dropout
+from megatron_sp.parallel.random import Dropout, DropoutKeys, token_keys
 from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import dropout_sites, keep_all, keyed_dropout, random_weights, reference_loss
 from megatron_sp.proof.steps import differences, reference_step, step_in_layout
@@ -47,8 +47,8 @@ def test_the_plain_model_drops_at_every_site_once() -> None:
     drop, seen = keyed_dropout(run), []
 
     def without(skipped: str) -> float:
-        def some(site: str, x: Tensor, head: int = 0) -> Tensor:
-            seen.append((site, head))
+        def some(site: str, x: Tensor, head: int | None = None) -> Tensor:
+            seen.append((site, head or 0))
             return (keep_all if site == skipped else drop)(site, x, head)
         return float(reference_loss(weights, run, *data, drop=some)[0])
 
@@ -65,7 +65,7 @@ def test_attention_loses_its_share_of_probabilities_and_none_of_its_mean(core: A
     probability, length, width = 0.25, 600, 1     # two blocks of queries
     q = torch.zeros(1, length, 4, width, dtype=torch.float64)
     v = torch.ones(1, length, 4, width, dtype=torch.float64)
-    dropout = AttentionDropout(Dropout(probability, 1, "0/attention"), (3,), 0)
+    dropout = AttentionDropout(Dropout(probability, 1, "0/attention"), torch.tensor([3]), 0)
     o = core(q, q, v, dropout=dropout)[0, :, :, 0]            # [s, n]
     seen = torch.arange(1, length + 1, dtype=torch.float64).unsqueeze(1)
     kept = o * seen * (1 - probability)                                    # whole numbers: how many were kept
@@ -76,7 +76,9 @@ def test_attention_loses_its_share_of_probabilities_and_none_of_its_mean(core: A
 
 
 def test_hidden_states_lose_their_share_and_none_of_their_mean() -> None:
-    dropped = Dropout(0.25, 1, "site").hidden(torch.full((2, 500, 200), 3.0), (0, 1), 0)
+    samples, places = torch.arange(2), torch.arange(500)
+    dropped = Dropout(0.25, 1, "site").hidden(torch.full((2, 500, 200), 3.0),
+                                              DropoutKeys(samples, token_keys(samples, places)))
     deviation = math.sqrt(0.25 * 0.75 / dropped.numel())
     assert abs(float((dropped == 0).double().mean()) - 0.25) < 4 * deviation
     assert abs(float(dropped.double().mean()) / 3 - 1) < 4 * deviation / 0.75

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import torch
 from megatron_sp.config.schema import Parallel, Run
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.proof.data import END, batch
-from megatron_sp.proof.reference import Step, documents_after, random_weights, reference_training
+from megatron_sp.proof.reference import Step, documents_after, keyed_dropout, random_weights, reference_training
 from megatron_sp.proof.steps import differences, step_in_layout, tensor_differences, train_in_layout
 from tests.helpers.configs import Case
 from tests.helpers.spawn import run_ranks
@@ -51,10 +52,9 @@ def expect(case: Case) -> Expected:
     weights = random_weights(run)
     batches = [batch(run, case.masked, seed) for seed in range(STEPS)]
     single = {name: weight.float() for name, weight in weights.items()}
-    documents = documents_after(END)
-    return (reference_training(weights, run, batches[:1], documents=documents)[0],
-            {name: reference_training(single, with_optimizer(run, name), batches, documents=documents)
-             for name in OPTIMIZERS})
+    how = partial(keyed_dropout, run), documents_after(END)
+    return (reference_training(weights, run, batches[:1], *how)[0],
+            {name: reference_training(single, with_optimizer(run, name), batches, *how) for name in OPTIMIZERS})
 
 
 def compare(cases: Sequence[Case], expected: Sequence[Expected]) -> dict[str, dict[str, float]]:

@@ -9,12 +9,13 @@ import pytest
 
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.proof.data import batch
-from megatron_sp.proof.reference import Step, random_weights
+from megatron_sp.proof.reference import Step, keyed_dropout, random_weights
 from megatron_sp.proof.steps import differences, reference_step, step_in_layout
 from tests.helpers.configs import Case
 from tests.helpers.spawn import run_ranks
 
 TOLERANCE = 1e-9
+DROPOUT = "--hidden-dropout 0.1"
 TECHNIQUES = {
     "tiled loss": "--loss-tile-size 24",
     "tiled mlp": "--mlp-tile-size 24",
@@ -51,7 +52,7 @@ def cases(world: int, layout: str) -> list[Case]:
         untied_only = "offload-optimizer" in flags and "pipeline" in layout
         return "llama" if untied_only else ("llama", "gpt2")[index % 2]
 
-    return [Case(name, world, f"{layout} {flags}", style(index, flags), masked="ragged")
+    return [Case(name, world, f"{layout} {flags}", style(index, flags), DROPOUT, masked="ragged")
             for index, (name, flags) in enumerate(combinations())]
 
 
@@ -72,8 +73,8 @@ def compare(some: Sequence[Case], expected: dict[str, Step]) -> dict[str, dict[s
 def expected() -> dict[str, Step]:
     steps = {}
     for style in ("llama", "gpt2"):
-        run = Case("reference", 1, "", style, masked="ragged").run()
-        steps[style] = reference_step(run, random_weights(run), *batch(run, "ragged"))
+        run = Case("reference", 1, "", style, DROPOUT, masked="ragged").run()
+        steps[style] = reference_step(run, random_weights(run), *batch(run, "ragged"), keyed_dropout(run))
     return steps
 
 

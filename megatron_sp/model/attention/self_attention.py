@@ -21,7 +21,7 @@ from megatron_sp.model.attention.unfused import AttentionDropout
 from megatron_sp.model.norm import Norm
 from megatron_sp.model.norm_kernels import NormKernels
 from megatron_sp.model.rotary import Rotation, apply_rotary
-from megatron_sp.parallel.random import Dropout
+from megatron_sp.parallel.random import Dropout, DropoutKeys
 from megatron_sp.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -79,7 +79,7 @@ class Attention(nn.Module):
                 for _ in range(2))
         self.output = RowParallelLinear(query, width, bias=model.add_bias_linear, region=region, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, sample_ids: Sequence[int],
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, keys: DropoutKeys | None,
                 mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None, chunk: Chunk | None = None, *,
                 normalise: Norm) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]
@@ -96,17 +96,17 @@ class Attention(nn.Module):
         if group_norm is None:
             x = self.region.enter(normalise(x))  # [b, s/sp(/tp), h] -> [b, s/sp, h]
         if by_groups:
-            parts = (recompute(self._group_output, group, group_norm, x, rotation, sample_ids, mask, chunk)
+            parts = (recompute(self._group_output, group, group_norm, x, rotation, keys, mask, chunk)
                      for group in self.groups)
             # Add in place and one by one, so that only the sum and one group's output exist at a time.
             return self.output.finish(functools.reduce(torch.Tensor.add_, parts))
         qkv = self._heads(products(x, *(part.local() for part in (self.query, self.key, self.value)),
                                    joined=self.region.overlapped))
-        o = self._attend(self.plan, qkv, rotation, sample_ids, mask, cache, chunk)
+        o = self._attend(self.plan, qkv, rotation, keys, mask, cache, chunk)
         return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
 
     def _group_output(self, group: AttentionPlan, normalise: Norm | None, x: torch.Tensor, rotation: Rotation | None,
-                      sample_ids: Sequence[int], mask: AttentionMask, chunk: Chunk | None) -> torch.Tensor:
+                      keys: DropoutKeys | None, mask: AttentionMask, chunk: Chunk | None) -> torch.Tensor:
         """Return what one group of heads adds to the output, [b, s/sp, h]; uses the group's rows of each projection."""
         def rows(heads: tuple[int, int], first: int) -> slice:
             return slice((heads[0] - first) * self.head_dim, (heads[1] - first) * self.head_dim)
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         chosen = [(weight[part], None if bias is None else bias[part]) for (weight, bias), part in (
             (self.query.local(), query), (self.key.local(), kv), (self.value.local(), kv))]
         qkv = self._heads(products(x, *chosen))
-        o = self._attend(group, qkv, rotation, sample_ids, mask, None, chunk)
+        o = self._attend(group, qkv, rotation, keys, mask, None, chunk)
         return F.linear(o.flatten(2), local_weight(self.output.weight)[:, query])
 
     def _heads(self, qkv: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         return [x.unflatten(-1, (-1, self.head_dim)) for x in qkv]
 
     def _attend(self, plan: AttentionPlan, qkv: list[torch.Tensor], rotation: Rotation | None,
-                sample_ids: Sequence[int], mask: AttentionMask, cache: KeyValueCache | None,
+                keys: DropoutKeys | None, mask: AttentionMask, cache: KeyValueCache | None,
                 chunk: Chunk | None) -> torch.Tensor:
         """Apply query and key norm, rotary positions and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]
 
@@ -143,8 +143,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         dropout = None
-        if self.training and self.dropout.probability > 0:
-            dropout = AttentionDropout(self.dropout, sample_ids, plan.first_head)
+        if keys is not None and self.dropout.probability > 0:
+            dropout = AttentionDropout(self.dropout, keys.samples, plan.first_head)
         if chunk is not None:
             return plan.core(q, k, v, mask=mask, dropout=dropout, past=chunk.past(self.layer))
         return plan.core(q, k, v, mask=mask, dropout=dropout)

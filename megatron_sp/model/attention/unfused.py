@@ -20,32 +20,37 @@ from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.layout.tiles import QUERY_BLOCK
 from megatron_sp.model.attention.documents import first_keys, send
 from megatron_sp.model.attention.patterns import hidden_keys
-from megatron_sp.parallel.random import Dropout
+from megatron_sp.parallel.random import Dropout, mix, token_keys
 from megatron_sp.parallel.ring import Once, Triple, every_time
 
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Dropout of attention probabilities. Its masks depend on sample, head and query, and not on the layout.
+    """Dropout of attention probabilities. A mask depends on sample, head, query and key, and not on the layout.
 
     Args:
-        sample_ids: global sample number of each sequence.
+        samples: global sample number of each sequence, int64 [b].
         first_head: global number of the first query head that the core is given.
-        earlier: tokens before the first key that attention is given. Masks are drawn for their keys too, so that a
-            mask does not depend on which of the keys that no query sees are left out.
+        earlier: tokens of the sequence before the first key that attention is given.
     """
 
     dropout: Dropout
-    sample_ids: Sequence[int]
+    samples: torch.Tensor
     first_head: int
     earlier: int = 0
 
     def keep(self, first_query: int, queries: int, keys: int, heads: int, device: torch.device) -> torch.Tensor:
-        """Return which probabilities of a block of queries to keep, bool [b, n, queries, keys]; equal in any layout."""
-        shape, first_query = (queries, self.earlier + keys), self.earlier + first_query
-        return torch.stack([torch.stack([
-            self.dropout.keep(shape, device, sample, self.first_head + head, first_query)[:, self.earlier:]
-            for head in range(heads)]) for sample in self.sample_ids])
+        """Return which probabilities of a block of queries to keep, bool [b, n, queries, keys]; equal in any layout.
+
+        Args:
+            first_query: number of the first query, counted from the first key that attention is given.
+        """
+        def numbers(first: int, count: int) -> torch.Tensor:
+            return torch.arange(first, first + count, device=device)
+
+        tokens = token_keys(self.samples.to(device), numbers(self.earlier + first_query, queries))  # [2, b, t]
+        rows = mix(tokens.unsqueeze(2), numbers(self.first_head, heads).unsqueeze(-1))  # -> [2, b, n, t]
+        return self.dropout.keep(rows, numbers(self.earlier, keys))
 
 
 def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_query: int, causal: bool,
@@ -108,8 +113,8 @@ def attend_in_query_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ma
                            dropout: AttentionDropout | None, once: Once = every_time) -> torch.Tensor:
     """Return attention o [b, t, n, d] with memory linear in the tokens, because only q, k and v are kept for backward.
 
-    Backward computes each block again. It draws the same dropout mask, because the mask's generator is seeded by
-    sample, head and query.
+    Backward computes each block again. It draws the same dropout mask, because that is a hash of sample, head, query
+    and key.
 
     Args:
         once: runs attention, or takes its result where recomputation kept it; see ``ring.Once``.

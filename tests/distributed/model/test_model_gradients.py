@@ -99,7 +99,7 @@ def _shard(case: Case) -> tuple[float, float]:
     tokens, labels = batch(run, "ragged")
     whole = reference_logits(weights, run.model, tokens)
     microbatch = local_microbatches(run, mesh, tokens, labels)[0]
-    expected = whole[list(microbatch.sample_ids)].gather(
+    expected = whole[microbatch.sample_ids].gather(
         1, microbatch.positions.unsqueeze(-1).expand(-1, -1, run.model.vocab_size))
     logits = model(microbatch.tokens, microbatch.positions, microbatch.sample_ids).detach()
     region = TensorRegion.of(mesh, run.parallel.megatron_sp)

@@ -28,7 +28,7 @@ from tests.helpers.storage import StorageTracker
 
 BATCH, TOKENS, HEADS, GROUPS, WIDTH = 2, 40, 4, 2, 8
 DOCUMENTS = ((0, 6, 7, 21), (0, 8))
-DROPOUT = AttentionDropout(Dropout(0.3, 1, "attention"), range(BATCH), 0)
+DROPOUT = AttentionDropout(Dropout(0.3, 1, "attention"), torch.arange(BATCH), 0)
 
 
 def with_blocks(once: Once, kernel_type: Any = CPUFlashBlockKernel) -> AttentionCore:

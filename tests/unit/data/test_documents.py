@@ -156,7 +156,7 @@ def test_the_reader_deals_out_by_work_where_the_index_tells_it(rules: Documents,
     layout, dataset, found = SequenceLayout(1024), set_a(), []
     for dp_rank in range(2):
         batches = BatchReader(dataset, layout, 0, dp_rank, 2, documents=rules).read(0, 8, 1)
-        found.append([batch.sample_ids[0] for batch in batches])
+        found.append([int(batch.sample_ids[0]) for batch in batches])
     assert sorted(found[0] + found[1]) == list(range(8))
     assert (found != [[0, 2, 4, 6], [1, 3, 5, 7]]) == changes
 

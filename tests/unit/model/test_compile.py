@@ -71,7 +71,7 @@ def make_step(flags: str, world: int) -> None:
         tokens = torch.zeros(2, 96 // mesh.size("sp"), dtype=torch.int64)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         engine.forward_backward([Microbatch(tokens, tokens, positions, sample_ids, tokens.numel())
-                                 for sample_ids in ((0, 1), (2, 3))], 1.0)
+                                 for sample_ids in (torch.tensor((0, 1)), torch.tensor((2, 3)))], 1.0)
 
 
 def test_compiled_products_add_the_gradients_of_their_input() -> None:

@@ -82,7 +82,7 @@ def test_dropout_is_replayed_in_backward_and_does_not_depend_on_the_head_split()
     dropout = Dropout(0.5, 1, "0/attention")
 
     def attend(first: int, last: int) -> torch.Tensor:
-        how = AttentionDropout(dropout, (3, 4), first)
+        how = AttentionDropout(dropout, torch.tensor((3, 4)), first)
         return SDPACore()(q[:, :, first:last], k[:, :, first:last], v[:, :, first:last], dropout=how)
 
     whole = attend(0, 4)
@@ -156,7 +156,7 @@ def test_a_token_changes_no_bit_of_other_documents(name: str) -> None:
 def test_query_blocks_see_only_their_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_sp.model.attention.unfused.QUERY_BLOCK", 5)
     q, k, v = inputs()
-    dropout = AttentionDropout(Dropout(1e-9, 1, "0/attention"), (3, 4), 0)
+    dropout = AttentionDropout(Dropout(1e-9, 1, "0/attention"), torch.tensor((3, 4)), 0)
     for mask in DOCUMENT_MASKS:
         want = torch.autograd.grad(UnfusedCore()(q, k, v, mask=mask).square().sum(), (q, k, v))
         for some in (None, dropout):

@@ -34,7 +34,6 @@ from megatron_sp.model.child_trials import Outcome
 from megatron_sp.model.kernels import choose_kernels, kernels_in_words
 from megatron_sp.model.norm import rms_norm
 from megatron_sp.model.norm_kernels import PACKAGES, choose_norm_kernels
-from megatron_sp.parallel.random import Dropout
 from megatron_sp.train.optimizer import local_part
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks
@@ -301,10 +300,3 @@ def test_equal_layers_are_compiled_once(world: int, layouts: list[str]) -> None:
                                           (1, "--recompute-granularity full")])
 def test_compiled_layers_compute_the_same(world: int, flags: str) -> None:
     assert max(run_ranks(compiled_against_eager, world, flags, timeout=800)) < 1e-4
-
-
-def test_dropout_masks_of_a_long_sequence_are_cheap_to_name() -> None:
-    """A mask per sample, head and query block: naming it must cost little beside drawing it."""
-    dropout = Dropout(0.1, 1234, "0/attention")
-    keep = dropout.keep((512, 64), CPU, 7, 3, 0)
-    assert keep.shape == (512, 64) and torch.equal(keep, dropout.keep((512, 64), CPU, 7, 3, 0))

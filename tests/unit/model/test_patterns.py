@@ -117,7 +117,7 @@ def test_fewer_queries_than_keys_are_the_last_tokens(name: str, queries: int) ->
 
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=str)
 def test_dropout(documents: tuple[tuple[int, ...], ...]) -> None:
-    dropout = AttentionDropout(Dropout(0.5, 1, "0/attention"), (3, 4), 0)
+    dropout = AttentionDropout(Dropout(0.5, 1, "0/attention"), torch.tensor((3, 4)), 0)
     for model in MODELS:
         q, k, v = inputs(6)
         scores = torch.einsum("bqnd,bknd->bnqk", q, k) / math.sqrt(WIDTH)

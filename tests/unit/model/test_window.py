@@ -88,7 +88,7 @@ def test_values_outside_the_window_change_no_bit() -> None:
 
 def test_dropout_masks_do_not_depend_on_the_keys_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs()
-    dropout = AttentionDropout(Dropout(0.5, 1, "0/attention"), (3, 4), 0)
+    dropout = AttentionDropout(Dropout(0.5, 1, "0/attention"), torch.tensor((3, 4)), 0)
     mask = AttentionMask(window=5)
     keep = dropout.keep(0, TOKENS, TOKENS, 4, q.device)
     k_all, v_all = (x.repeat_interleave(2, dim=2) for x in (k, v))
@@ -96,7 +96,7 @@ def test_dropout_masks_do_not_depend_on_the_keys_that_are_left_out(monkeypatch: 
     p = scores.masked_fill(hidden(mask), -torch.inf).softmax(-1) * keep / 0.5
     torch.testing.assert_close(attend_in_query_blocks(q, k, v, mask, dropout),
                                torch.einsum("bnqk,bknd->bqnd", p, v_all))
-    without = AttentionDropout(dropout.dropout, dropout.sample_ids, 0, earlier=10)
+    without = AttentionDropout(dropout.dropout, dropout.samples, 0, earlier=10)
     torch.testing.assert_close(without.keep(6, 8, 14, 4, q.device), dropout.keep(16, 8, 24, 4, q.device)[..., 10:])
 
 

@@ -164,7 +164,7 @@ def test_the_next_microbatch_is_copied_while_one_is_computed(count: int) -> None
             return super().finish(copy)
 
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    batches = [Microbatch(tokens, tokens, tokens, (0,), number) for number in range(count)]
+    batches = [Microbatch(tokens, tokens, tokens, torch.zeros(1, dtype=torch.int64), number) for number in range(count)]
     for batch in one_ahead(batches, Copies(torch.device("meta"))):
         assert batch.tokens.device.type == "meta"
         events.append(f"compute {batch.num_valid}")
