@@ -60,6 +60,22 @@ def complete_file(path: str | os.PathLike[str], flag: str = "") -> Iterator[Bina
             os.remove(aside)
 
 
+@contextlib.contextmanager
+def no_empty_directory_left(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """After an error in the ``with`` block, remove the directory and those above it that were made in it, if empty."""
+    made, path = [], os.path.abspath(directory)
+    while not os.path.exists(path):
+        made.append(path)
+        path = os.path.dirname(path)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for each in made:
+                os.rmdir(each)
+        raise
+
+
 def write_json(path: str | os.PathLike[str], value: Any, flag: str = "") -> None:
     """Write a value as JSON, complete or not at all (see ``complete_file``).
 

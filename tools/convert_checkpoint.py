@@ -23,6 +23,7 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
 from megatron_sp.config.cli.tool_parser import ToolParser, unknown_flag  # noqa: E402
 from megatron_sp.config.families import FAMILIES  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
+from megatron_sp.output_files import no_empty_directory_left  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -92,15 +93,16 @@ def main(argv: list[str]) -> None:
 
     from megatron_sp.convert import conversions
 
-    if arguments.command == "hf-to-megatron-sp":
-        result = conversions.hf_to_native(arguments.load, arguments.save)
-    elif "qkv_layout" in arguments:
-        result = conversions.megatron_to_native(arguments.load, arguments.save, iteration=arguments.ckpt_step,
-                                                qkv_layout=arguments.qkv_layout, flags=more)
-    else:
-        result = conversions.native_to_hf(
-            arguments.load, arguments.save, iteration=arguments.ckpt_step, model_type=arguments.model_type,
-            dtype=arguments.dtype, shard_bytes=parse_size(arguments.max_shard_size), tokenizer=arguments.tokenizer)
+    with no_empty_directory_left(arguments.save):
+        if arguments.command == "hf-to-megatron-sp":
+            result = conversions.hf_to_native(arguments.load, arguments.save)
+        elif "qkv_layout" in arguments:
+            result = conversions.megatron_to_native(arguments.load, arguments.save, iteration=arguments.ckpt_step,
+                                                    qkv_layout=arguments.qkv_layout, flags=more)
+        else:
+            result = conversions.native_to_hf(
+                arguments.load, arguments.save, iteration=arguments.ckpt_step, model_type=arguments.model_type,
+                dtype=arguments.dtype, shard_bytes=parse_size(arguments.max_shard_size), tokenizer=arguments.tokenizer)
     for note in result.notes:
         print(f"Note: {note}")
     print(f"wrote {result.path}")

@@ -25,7 +25,7 @@ Examples:
 N..M includes both ends; N alone is one document or sample. --tokens T shows the first T tokens of each piece (default
 48; 0: all).
 
-Exit status: 0 fine, 1 damaged (check) or different (compare), 2 the question cannot be answered.
+Exit status: 0 fine, 1 damaged or of another vocabulary (check), different (compare), 2 the question cannot be answered.
 """
 
 from __future__ import annotations
@@ -237,18 +237,21 @@ def show_batch(batch: Microbatch, ranges: Sequence[tuple[int, int]], tokenizer: 
 # --- check and compare --------------------------------------------------------------------------
 
 def problems_of(prefix: str, vocab_size: int) -> list[str]:
-    """Return what is wrong with a token set, one sentence each. Reads every token."""
+    """Return what is wrong with a token set, one line each. Reads every token."""
     has_sums = os.path.exists(checksum_path(prefix))
     found: list[str] = []
     try:
-        found = find_damage(prefix) if has_sums else []
+        found = [f"DAMAGED: {problem}" for problem in find_damage(prefix)] if has_sums else []
         dataset = IndexedDataset(prefix)
         smallest, largest = token_range(dataset)
     except DataError as error:
-        return found or [str(error)]
-    if dataset.num_tokens and (smallest < 0 or (vocab_size and largest >= vocab_size)):
-        found.append(f"{bin_path(prefix)} has the token ids {smallest} to {largest}; a vocabulary of "
-                     f"{vocab_size or 'any size'} has only ids from 0{f' to {vocab_size - 1}' if vocab_size else ''}.")
+        return found or [f"DAMAGED: {error}"]
+    if smallest < 0:
+        found.append(f"DAMAGED: {bin_path(prefix)} has the token id {smallest}, and no id is below 0.")
+    elif vocab_size and largest >= vocab_size:
+        found.append(f"ANOTHER VOCABULARY: {bin_path(prefix)} has ids up to {largest}, and --vocab-size "
+                     f"{vocab_size} has only those up to {vocab_size - 1}. Give the size of the tokenizer that made "
+                     f"the set, at least {largest + 1}, or make the set again with the tokenizer of the model.")
     print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, ids {smallest} to "
           f"{largest}{'' if has_sums else ' (no checksums to compare with)'}")
     return found
@@ -271,7 +274,7 @@ def check(arguments: argparse.Namespace) -> int:
             raise DataError(token_file_problem(prefix))
     found = [problem for prefix in arguments.prefixes for problem in problems_of(prefix, arguments.vocab_size)]
     for problem in found:
-        print(f"DAMAGED: {problem}")
+        print(problem)
     return 1 if found else 0
 
 

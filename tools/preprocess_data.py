@@ -27,6 +27,7 @@ from megatron_sp.config.cli.tool_parser import ToolParser, unknown_flag  # noqa:
 from megatron_sp.config.schema import Data  # noqa: E402
 from megatron_sp.data.corpus.inputs import FORMATS, choose_share, find_parts, total_size  # noqa: E402
 from megatron_sp.errors import ConfigError, DataError  # noqa: E402
+from megatron_sp.output_files import no_empty_directory_left  # noqa: E402
 from megatron_sp.runtime import keep_tokenizers_single_threaded, run_program  # noqa: E402
 
 if TYPE_CHECKING:
@@ -187,7 +188,8 @@ def main(argv: list[str]) -> int:
     if hints := [name for name in HINTS if getattr(arguments, "hint" + name)]:
         print(f"note: accepted without effect: {', '.join(hints)}", flush=True)
     try:
-        return run(arguments)
+        with no_empty_directory_left(os.path.dirname(arguments.output_prefix) or "."):
+            return run(arguments)
     except KeyboardInterrupt as interrupt:
         kept = os.path.exists(f"{output_prefix(arguments)}.unfinished.json")
         print(f"\ninterrupted; {'--resume continues this run' if kept else 'nothing was written'}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,8 +64,28 @@ def stored_tensors(directory: Path) -> dict[str, LazyTensor]:
             return {name: files[file][name] for name, file in places.items()}
         if (directory / single).is_file():
             return read(directory / single)
+    if parts := _numbered_files(directory):
+        return {name: tensor for part in parts for name, tensor in read_safetensors(part).items()}
     raise CheckpointError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} nor {OLD_SINGLE} is there. "
                           "Download the model again, with its weights")
+
+
+def _numbered_files(directory: Path) -> list[Path]:
+    """Return the files ``model-K-of-N.safetensors`` of a model that has lost the index which names them.
+
+    Raises:
+        CheckpointError: some of the N files are missing.
+    """
+    numbered = [(re.fullmatch(r"model-(\d+)-of-(\d+)\.safetensors", path.name), path)
+                for path in sorted(directory.glob("model-*-of-*.safetensors"))]
+    found = {(int(match[1]), int(match[2])): path for match, path in numbered if match}
+    count = max((total for _, total in found), default=0)
+    missing = [str(number) for number in range(1, count + 1) if (number, count) not in found]
+    if missing or len(found) != count:
+        raise CheckpointError(f"{directory} has no {INDEX}, and of the {count} files that make up the model "
+                              f"{'number ' + ', '.join(missing) if missing else 'some are there twice'}"
+                              f"{' is not there' if missing else ''}. Download the model again")
+    return list(found.values())
 
 
 def _renamed(directory: Path, family: Family, model: Model, theirs: dict[str, LazyTensor]) -> Weights:

@@ -44,7 +44,19 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
         raise CheckpointError(f"{path} is damaged: it does not begin with the header of a safetensors file. "
                               "Copy or download it again")
     header.pop("__metadata__", None)
-    return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    found = {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    _refuse_shared_bytes(path, header)
+    return found
+
+
+def _refuse_shared_bytes(path: Path, header: dict[str, Any]) -> None:
+    """Raise CheckpointError where the bytes of tensors overlap or have gaps, which the format does not allow."""
+    end, before = 0, ""
+    for start, stop, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
+        if start != end:
+            how = f"overlap those of {before}" if start < end else "do not begin where those of the tensor before end"
+            raise CheckpointError(f"{path} is damaged: the bytes of the tensor {name} {how}. Copy or download it again")
+        end, before = stop, name
 
 
 def _tensor(path: Path, name: str, entry: Any, first: int, size: int) -> LazyTensor:

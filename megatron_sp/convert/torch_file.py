@@ -9,6 +9,7 @@ place of each: it keeps what it was made of and does nothing. So neither Megatro
 from __future__ import annotations
 
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,22 @@ def _refused(path: Path, names: list[str]) -> CheckpointError:
 
 
 def _is_zip(path: Path) -> bool:
-    """Return whether torch 1.6 or newer wrote the file; older files are not zip archives."""
+    """Return whether torch 1.6 or newer wrote the file; older files are not zip archives.
+
+    Raises:
+        CheckpointError: an entry of the archive would take more memory than the file has bytes. torch never compresses.
+    """
     with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+        if file.read(4) != b"PK\x03\x04":
+            return False
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    if packed := [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]:
+        raise CheckpointError(f"{path} is refused: its entry {packed[0]} is compressed, which torch.save never does. It"
+                              " could take any amount of memory. Write the file again with torch.save")
+    if sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise CheckpointError(f"{path} is damaged: its entries are larger than the file. Copy or download it again")
+    return True
 
 
 def _foreign_names(path: Path) -> list[str]:

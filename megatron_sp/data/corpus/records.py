@@ -14,12 +14,20 @@ EXCERPT = 160  # characters of a bad record that a report shows
 EXAMPLES = 10  # bad records of each kind that a report shows
 
 
-class BadRecord(Exception):
-    """A record that cannot be used. The message says why; ``kind`` is the reason by which such records are counted."""
+CURE = "Correct it, or pass --on-error skip to skip and count such records."
 
-    def __init__(self, kind: str, detail: str = "", excerpt: object = ""):
+
+class BadRecord(Exception):
+    """A record that cannot be used. The message says why.
+
+    Attributes:
+        kind: the reason by which such records are counted.
+        cure: what the user can do.
+    """
+
+    def __init__(self, kind: str, detail: str = "", excerpt: object = "", cure: str = CURE):
         super().__init__(kind + (f" ({detail})" if detail else ""))
-        self.kind = kind
+        self.kind, self.cure = kind, cure
         self.excerpt = (excerpt[:4 * EXCERPT].decode("utf-8", "backslashreplace") if isinstance(excerpt, bytes)
                         else str(excerpt))[:EXCERPT]
 
@@ -41,11 +49,24 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
     texts = []
     for key in keys:
         if key not in record:
-            raise BadRecord(f"no key {key!r}", "keys: " + ", ".join(map(repr, list(record)[:8])), line)
+            present = ", ".join(map(repr, list(record)[:8]))
+            raise BadRecord(f"no key {key!r}", f"keys: {present}", line, _cure_for(record))
         texts.append(_text(record[key], key, line))
         if b"\\u" in line and not _is_encodable(texts[-1]):
             raise BadRecord(f"{key!r} has a lone surrogate", "half of a character, such as \\ud800", line)
     return texts
+
+
+def _cure_for(record: dict[str, Any]) -> str:
+    """Return what to do about a record that lacks a key. All records of the file are probably alike."""
+    for key, value in record.items():
+        if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
+            return (f"Its key {key!r} holds a conversation, and preprocessing takes plain texts. Write each "
+                    "conversation as one text first, for example with apply_chat_template of a tokenizer in "
+                    "transformers.")
+    if texts := [key for key, value in record.items() if isinstance(value, str)]:
+        return f"Name the key of the text, for example --json-keys {max(texts, key=lambda key: len(record[key]))}."
+    return CURE
 
 
 def parse_row(row: Sequence[Any], keys: Sequence[str]) -> list[str]:
@@ -141,5 +162,5 @@ class BadRecords:
     def __call__(self, place: int, error: BadRecord) -> None:
         where = self.place_of(place)
         if not self.skip:
-            raise DataError(f"{where}: {error}. Correct it, or pass --on-error skip to skip and count such records.")
+            raise DataError(f"{where}: {error}. {error.cure}")
         self.skipped.note(where, error)

@@ -24,7 +24,7 @@ from megatron_sp.config.schema import Data, Run
 from megatron_sp.convert import lazy
 from megatron_sp.convert.conversions import model_run
 from megatron_sp.convert.fill import fill_model
-from megatron_sp.convert.hugging_face import weights_of
+from megatron_sp.convert.hugging_face import stored_tensors, weights_of
 from megatron_sp.convert.native import write_checkpoint
 from megatron_sp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_sp.errors import CheckpointError
@@ -263,7 +263,9 @@ def second_file(directory: Path) -> Path:
 @pytest.mark.parametrize("spoil, message", [
     (lambda d: second_file(d).unlink(), "cannot be read: No such file"),
     (lambda d: second_file(d).write_bytes(b"123"), "does not begin with the header"),
-    (lambda d: (d / "model.safetensors.index.json").unlink(), "has no weights"),
+    (lambda d: [path.unlink() for path in (d / "model.safetensors.index.json", second_file(d))],
+     "has no model.safetensors.index.json, and of the"),
+    (lambda d: [path.unlink() for path in d.glob("model*")], "has no weights"),
     (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "does not say which tensor"),
     (lambda d: (d / "config.json").write_text((d / "config.json").read_text().replace(
         '"intermediate_size": 56', '"intermediate_size": 64')), "has the shape [56, 48]"),
@@ -277,7 +279,15 @@ def test_a_spoiled_model_is_one_message(models: Path, tmp_path: Path, spoil: obj
     with pytest.raises(CheckpointError) as error:
         convert("hf-to-megatron-sp", "--load", tmp_path / "model", "--save", tmp_path / "there")
     assert message in str(error.value) and str(tmp_path / "model") in str(error.value)
-    assert not list(tmp_path.glob("there/iter*"))
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_model_that_lost_its_index_is_read(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "llama2", tmp_path / "model")
+    expected = set(stored_tensors(tmp_path / "model"))
+    (tmp_path / "model" / "model.safetensors.index.json").unlink()
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    assert set(stored_tensors(tmp_path / "model")) == expected
 
 
 @pytest.mark.parametrize("command", ["hf-to-megatron-sp", "megatron-sp-to-hf"])

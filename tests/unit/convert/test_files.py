@@ -7,6 +7,7 @@ import enum
 import json
 import os
 import pickle
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,31 @@ def test_safetensors_are_those_of_the_package(tmp_path: Path) -> None:
     (lambda data: data.replace(b'"F32"', b'"F99"'), "entry of the tensor a"),
     (lambda data: data.replace(b'"shape":[4,5]', b'"shape":[4,6]'), "entry of the tensor a"),
     (lambda data: data.replace(b'"dtype":"F32"', b'"dtype":"U16"'), "has the type U16"),
+    (lambda data: data.replace(b"[80,160]", b"[40,120]") + b"0" * 40, "bytes of the tensor b overlap those of a"),
+    (lambda data: data.replace(b"[80,160]", b"[84,164]") + b"0" * 4, "bytes of the tensor b do not begin where"),
 ])
 def test_damaged_safetensors_are_refused(tmp_path: Path, damage: Any, message: str) -> None:
     path = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(4, 5)}, path)
+    save_file({"a": torch.ones(4, 5), "b": torch.ones(5, 4)}, path)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CheckpointError, match=message) as error:
         read_safetensors(path)
     assert str(path) in str(error.value)
+
+
+def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
+    """20 kB would become 20 MB of memory."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "sound.pt")
+    with zipfile.ZipFile(tmp_path / "sound.pt") as sound, zipfile.ZipFile(
+            tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as bomb:
+        for entry in sound.infolist():
+            bomb.writestr(entry.filename, sound.read(entry) + b"\0" * 20_000_000 * entry.filename.endswith("data.pkl"))
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=r"bomb.pt is refused: its entry .* is compressed"):
+        load_torch_file(tmp_path / "bomb.pt")
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    assert load_torch_file(tmp_path / "sound.pt")["a"].sum() == 3
 
 
 def test_parts_of_tensors() -> None:

@@ -108,6 +108,17 @@ def test_a_bad_line_is_named_or_skipped(tmp_path, reason):
     assert IndexedDataset(tmp_path / "out_text_document").lengths.tolist() == [3, 2]
 
 
+@pytest.mark.parametrize("record, cure", [
+    ({"id": "7", "messages": [{"role": "user", "content": "hi"}]}, "'messages' holds a conversation.*chat_template"),
+    ({"id": "7", "content": "a long text"}, "--json-keys content"), ({"id": 7}, "--on-error skip")])
+def test_the_cure_fits_the_record(tmp_path, record, cure):
+    """Skipping all records of a chat would leave nothing."""
+    source = write_lines(tmp_path / "in.jsonl", [json.dumps(record).encode()])
+    with pytest.raises(DataError, match=cure) as error:
+        preprocess([source], str(tmp_path / "out"), null_job(), 1)
+    assert ("--on-error" in str(error.value)) == (cure == "--on-error skip")
+
+
 def test_an_escaped_pair_of_surrogates_is_a_character(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [json.dumps({"text": "\N{GRINNING FACE}"}).encode()])
     preprocess([source], str(tmp_path / "out"), Job(spm_data(), 0, ("text",), False), 1)
