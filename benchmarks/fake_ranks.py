@@ -60,7 +60,7 @@ def batch_of(run: Run, mesh: ParallelMesh, mask: AttentionMask = CAUSAL) -> Micr
     """Return a microbatch of this rank; on the CPU all its tokens are 0."""
     tokens = torch.zeros(run.train.micro_batch_size, run.data.seq_length // mesh.size("sp"), dtype=torch.int64,
                          device=mesh.device)
-    return Microbatch(tokens, tokens, tokens, torch.arange(len(tokens)), tokens.numel(), mask)
+    return Microbatch(tokens, tokens, tokens, torch.arange(len(tokens), device=tokens.device), tokens.numel(), mask)
 
 
 def counter(mesh: ParallelMesh) -> Traffic:
