@@ -431,7 +431,7 @@ class Train:
     fused_kernels: str = flag("auto", "Norm kernels: torch's, apex's or liger's. auto: on a GPU the first of apex and "
                                       "liger that is installed and agrees with torch, else torch's.",
                               choices=("auto", "torch", "apex", "liger"))
-    compile: bool = flag(False, "Compile each layer with torch.compile; both dropouts must be 0.")
+    compile: bool = flag(False, "Compile each layer with torch.compile.")
     check_for_nan_in_loss_and_grad: bool = flag(True, "Continue when the loss or the gradient norm is not finite, "
                                                       "instead of stopping the run.",
                                                 off="--no-check-for-nan-in-loss-and-grad")

@@ -76,14 +76,16 @@ def attends_outside_of_graph(run: Run, mesh: ParallelMesh, overlap: int) -> bool
     """Return whether attention of a compiled layer, with its exchange, must stay uncompiled.
 
     - Documents differ in each microbatch, so Dynamo would compile again for each microbatch.
-    - Windows, patterns and chunks attend in a Python loop of many small kernel calls, which Dynamo would have to trace.
+    - Windows, patterns, chunks and dropout attend in a Python loop of many small kernel calls, which Dynamo would have
+      to trace.
     - A ring and exchanges of head groups send while they attend, in an order that a compiler would change.
 
     Args:
         overlap: number of head groups; 0 where the user names none.
     """
     model = run.model
-    has_loop = bool(any(layer_windows(model)) or any(layer_patterns(model)) or run.memory.sequence_chunk_size)
+    has_loop = bool(any(layer_windows(model)) or any(layer_patterns(model)) or run.memory.sequence_chunk_size
+                    or model.attention_dropout)
     return run.data.reset_attention_mask or has_loop or overlap > 1 or mesh.size("ring") > 1
 
 

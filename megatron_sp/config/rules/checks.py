@@ -134,9 +134,6 @@ def check_kernels(run: Run) -> list[str]:
     """Return kernels that cannot do what the run asks for."""
     model, train = run.model, run.train
     found = []
-    if train.compile and (model.attention_dropout or model.hidden_dropout):
-        found.append("--compile needs --attention-dropout 0 and --hidden-dropout 0: torch.compile cannot trace the "
-                     "dropout masks, which are drawn from a seed for each sample.")
     if train.attention_backend == "flash" and run.precision.dtype == "float32":
         found.append("--attention-core flash computes in half precision; add --bf16, or use auto.")
     if train.attention_backend == "flash" and model.attention_dropout:

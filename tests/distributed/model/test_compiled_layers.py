@@ -18,7 +18,8 @@ CASES = {
     "chunks": "--ulysses-size 2 --sequence-chunk-size 16 --no-shared-memory",
     "chunks, recomputed": "--ulysses-size 2 --sequence-chunk-size 16 --recompute-granularity full",
     "documents, selective": "--ulysses-size 2 --reset-attention-mask --recompute-granularity selective",
-    "window, tp": "--tensor-model-parallel-size 2 --sequence-parallel --window-size 11",
+    "window, tp, dropout": "--tensor-model-parallel-size 2 --sequence-parallel --window-size 11 --hidden-dropout 0.1",
+    "attention dropout": "--ulysses-size 2 --hidden-dropout 0.1 --attention-dropout 0.2 --recompute-granularity full",
     "pattern": "--ulysses-size 2 --attention-pattern bigbird --attention-block-size 8",
 }
 

@@ -10,7 +10,6 @@ import ast
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.fake_ranks import count_sharded_step, count_step
 from megatron_sp.layout.masks.attention_mask import AttentionMask
