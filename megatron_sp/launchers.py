@@ -189,7 +189,7 @@ def _meeting_place(claim: _Claim, same: _Claim, variables: Mapping[str, str]) ->
     Where all ranks are on one node, the address is 127.0.0.1. The port is computed from the job's id, so that all ranks
     get the same one.
     """
-    address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    address, port = _address(variables.get("MASTER_ADDR", "")), variables.get("MASTER_PORT", "")
     if port and not 0 < _number("MASTER_PORT", port) < 2**16:
         raise ConfigError(f"MASTER_PORT={port} must be a port number from 1 to 65535.")
     if address and port:
@@ -205,6 +205,18 @@ def _meeting_place(claim: _Claim, same: _Claim, variables: Mapping[str, str]) ->
              "for one plain process.")
     raise ConfigError(f"{claim.launcher.rank[0]} and {claim.launcher.size[0]} make this process rank {claim.rank} of "
                       f"{claim.size}, but without {missing} the ranks cannot meet. {CURE_MEETING_PLACE}{batch}")
+
+
+def _address(text: str) -> str:
+    """Return the host of MASTER_ADDR: a name, an IPv4 address, or an IPv6 address with or without brackets."""
+    address = text.strip()
+    if address.startswith("[") and address.endswith("]"):
+        address = address[1:-1]
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and (":" not in host or host.endswith("]")):
+        raise ConfigError(f"MASTER_ADDR={address} must be an address without a port. Set MASTER_ADDR={host} and "
+                          f"MASTER_PORT={port}.")
+    return address
 
 
 def _job(claim: _Claim, variables: Mapping[str, str]) -> str:

@@ -39,9 +39,23 @@ def launch_environment(variables: Mapping[str, str] | None = None) -> Environmen
     """Return what the launcher says about this process (see ``launchers.read_environment``).
 
     Raises:
-        ConfigError: the launcher's variables are incomplete or contradict each other.
+        ConfigError: the launcher's variables are incomplete or contradict each other, or name a host that is not known
+            here.
     """
-    return read_environment(os.environ if variables is None else variables)
+    environment = read_environment(os.environ if variables is None else variables)
+    if variables is None and environment.address and not environment.launcher_holds_store:
+        _refuse_unknown_host(environment)
+    return environment
+
+
+def _refuse_unknown_host(environment: Environment) -> None:
+    """Raise ConfigError where MASTER_ADDR is no address and no name of a host; torch would wait for its time-out."""
+    try:
+        socket.getaddrinfo(environment.address, environment.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"MASTER_ADDR={environment.address} is not known on {socket.gethostname()} "
+                          f"({getattr(error, 'strerror', '') or error}). Set it to the name or the IP address of rank "
+                          "0's node, as the other nodes reach it.") from None
 
 
 def planning_environment() -> Environment:
@@ -117,7 +131,7 @@ def start(parallel: Parallel, environment: Environment, stop_asked: object = Non
         return device
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if environment.world_size == 1:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        _make_group_of_one(backend, timeout)
         return device
     try:
         with _sigterm_ends_process(stop_asked):
@@ -133,6 +147,21 @@ def start(parallel: Parallel, environment: Environment, stop_asked: object = Non
             f"{environment.address}, MASTER_PORT {environment.port}: {reason}. Another rank may have ended before; its "
             "message is above or in its log. If the port is in use, choose another one.") from None
     return device
+
+
+def _make_group_of_one(backend: str, timeout: timedelta) -> None:
+    """Make a process group of this process alone, also where no network interface is up, which gloo needs."""
+    import torch.distributed as dist
+
+    from megatron_sp.torch_internals import backend_without_network
+
+    try:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    except RuntimeError:
+        if backend != "gloo":
+            raise
+        dist.init_process_group(backend_without_network(), timeout=timeout, store=dist.HashStore(), rank=0,
+                                world_size=1)
 
 
 def choose_gpu(local_rank: int, visible: int) -> int:
@@ -271,7 +300,7 @@ def _end_with_torchrun() -> None:
 def _known_environment() -> Environment:
     """Return what the launcher says about this process, with a world size of 0 where that cannot be read."""
     try:
-        return launch_environment()
+        return read_environment(os.environ)
     except ConfigError:
         return Environment(world_size=0)
 

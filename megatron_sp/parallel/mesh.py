@@ -125,7 +125,8 @@ class ParallelMesh:
 
         The slowest rank may write its part of a checkpoint for hours, so the time-out is long. All ranks call this.
         """
-        group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+        backend = "gloo" if dist.get_backend() == "nccl" else None      # else the same as that of training
+        group = dist.new_group(backend=backend, timeout=timedelta(hours=12))
         assert group is not None
         return group
 

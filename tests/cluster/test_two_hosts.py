@@ -41,6 +41,14 @@ def why_not() -> str:
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
+def test_a_single_process_needs_no_network(tmp_path: Path) -> None:
+    """No interface is up, not even loopback. It saves in the background too."""
+    done = run_program("unshare", "--net", sys.executable, "pretrain_gpt.py", *FLAGS, "--train-iters", "2", "--save",
+                       tmp_path / "out", "--async-save", "--save-interval", "1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "saved" in done.stdout and "iteration        2/       2" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
     """Make two network namespaces that a virtual cable joins; yield their names."""

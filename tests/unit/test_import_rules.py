@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "launchers": ("errors",),
     "__main__": (),
     "check_in": ("errors",),
-    "runtime": ("errors", "config", "launchers", "check_in"),
+    "runtime": ("errors", "config", "launchers", "check_in", "torch_internals"),
     "torch_internals": ("errors",),
     "transport": ("errors", "torch_internals", "transport"),
     "activations": ("activations", "torch_internals"),

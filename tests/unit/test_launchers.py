@@ -10,6 +10,7 @@ import pytest
 
 from megatron_sp.errors import ConfigError
 from megatron_sp.launchers import FIRST_PORT, NUMBER_OF_PORTS, Environment, read_environment
+from megatron_sp.runtime import launch_environment
 
 MEET = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 OMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -73,6 +74,10 @@ def test_ranks_of_one_node_derive_where_they_meet(variables: dict[str, str]) -> 
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be"),
     ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set but OMPI_COMM_WORLD_SIZE is not"),
     ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "rank 1 of 2, but without MASTER_ADDR and MASTER_PORT"),
+    (MEET | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1:29500"},
+     "Set MASTER_ADDR=node1 and MASTER_PORT=29500"),
+    (MEET | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "[::1]:29500"},
+     "Set MASTER_ADDR=[::1] and MASTER_PORT=2950"),
     (SRUN, "rank 3 of 4, but without MASTER_ADDR"), (OMPI, "rank 1 of 4, but without MASTER_ADDR"),
     (BATCH, "unset SLURM_PROCID for one plain process"),
     (SRUN | MEET | {"WORLD_SIZE": "2"}, "WORLD_SIZE=2 contradicts SLURM_STEP_NUM_TASKS"),
@@ -82,6 +87,20 @@ def test_what_is_refused(variables: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_environment(variables)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("text, address", [("[::1]", "::1"), ("fe80::1", "fe80::1"), ("node1\n", "node1"),
+                                           (" 10.0.0.1 ", "10.0.0.1")])
+def test_addresses(text: str, address: str) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "MASTER_ADDR": text}
+    assert read_environment(variables).address == address
+
+
+def test_an_unknown_host_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "MASTER_ADDR": "nowhere.invalid"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="MASTER_ADDR=nowhere.invalid is not known on"):
+        launch_environment()
 
 
 def test_two_tasks_of_srun_form_one_group() -> None:
