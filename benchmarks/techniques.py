@@ -23,6 +23,7 @@ import torch  # noqa: E402
 from megatron_sp.config.load import load_run  # noqa: E402
 from megatron_sp.config.resolve import with_vocab  # noqa: E402
 from megatron_sp.model.build import build_model  # noqa: E402
+from megatron_sp.model.context import Context  # noqa: E402
 from megatron_sp.parallel.mesh import ParallelMesh  # noqa: E402
 from megatron_sp.runtime import Environment, start, stop  # noqa: E402
 
@@ -62,7 +63,7 @@ def main() -> None:
     for _ in range(arguments.repeats + 1):
         for name, model in models.items():
             began = time.process_time()
-            model(tokens, positions, (0,), labels=tokens).sum().backward()
+            model(tokens, Context(positions), labels=tokens).sum().backward()
             seconds[name].append(time.process_time() - began)
             model.zero_grad()
     plain = statistics.median(seconds["plain"][1:])

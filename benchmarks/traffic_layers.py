@@ -75,9 +75,12 @@ def our_model(shape: Shape, *further: str) -> Any:
 
 def our_layer(shape: Shape, *further: str) -> Layer:
     """Return our layer, with further flags."""
+    from megatron_sp.model.context import Context
+
     block = our_model(shape, *further).layers["0"]
-    angles = tuple(torch.empty(1, shape.tokens, 1, shape.width // 2, device=META) for _ in range(2))
-    return lambda x: block(x, angles, None)
+    cos, sin = (torch.empty(1, shape.tokens, 1, shape.width // 2, device=META) for _ in range(2))
+    context = Context(torch.empty(1, shape.tokens, dtype=torch.int64, device=META), rotation=(cos, sin))
+    return lambda x: block(x, context)
 
 
 def plain_layer(shape: Shape) -> Layer:
@@ -147,15 +150,14 @@ Ends = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], list[torch.Tensor]]
 
 def our_ends(shape: Shape) -> Ends:
     """Return our embedding, angles, final norm, output layer and loss."""
-    from megatron_sp.model.rotary import rotation
+    from megatron_sp.model.context import Context
 
     model = our_model(shape)
 
     def compute(tokens: torch.Tensor, x: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        positions = torch.empty_like(tokens)
-        rotation(model.config, positions, torch.bfloat16)
+        context = Context(torch.empty_like(tokens)).with_rotation(model.config, torch.bfloat16)
         loss = model.output(model.final_norm(x), None, lambda x, weight: model.loss_sum(labels, x, weight))
-        return [model.embedding(tokens, positions, None), loss]
+        return [model.embedding(tokens, context), loss]
 
     return compute
 

@@ -198,7 +198,7 @@ def computation_order(schedule: Any, rank: int) -> list[tuple[str, int, int]]:
 
 
 class StageWithObjects(PipelineStage):
-    """A pipeline stage whose forward also gets Python objects: torch gives a microbatch only its part of tensors.
+    """A pipeline stage whose forward also gets what torch does not cut into microbatches itself: any Python objects.
 
     Attributes:
         objects: further arguments of the forward, by name, for each microbatch.

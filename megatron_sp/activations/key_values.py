@@ -19,12 +19,38 @@ pipelines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from megatron_sp.activations.storage import DeviceStorage, Storage, Stored
+
+
+class Earlier(Protocol):
+    """Keys and values of earlier tokens: of chunks in training, or of a text that is being decoded."""
+
+    @property
+    def needs_output(self) -> bool:
+        """Return whether the caller of the model needs losses or logits of the current tokens."""
+        ...
+
+    def attend(self, core: Callable[..., torch.Tensor], layer: int, first_head: int, q: torch.Tensor, k: torch.Tensor,
+               v: torch.Tensor, **how: Any) -> torch.Tensor:
+        """Attend with an attention core to earlier keys and the current ones, and keep the current ones if asked to.
+
+        Args:
+            layer: number of the layer in the model.
+            first_head: number of the first query head in the model.
+            q: [b, t, n, d], the current tokens.
+            k, v: [b, t, g, d]
+            how: further arguments of the core.
+        Returns:
+            [b, t, n, d]
+        """
+        ...
+
 
 #: The result of attention for a chunk: output [b, C, n, d] and log-sum-exp [b, n, C].
 Output = tuple[torch.Tensor, torch.Tensor]
@@ -69,12 +95,12 @@ class KeyValueStore:
         """Return the bytes of everything that is kept now."""
         return sum(stored.nbytes for kept in self._kept.values() for stored in kept.stored())
 
-    def take_layers(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield each layer's number and the keys and values of all chunks, [b, s, g, d]; the store forgets them."""
-        for layer, first_head in sorted(self._kept):
-            values = self._kept.pop((layer, first_head)).values
+    def take_all(self) -> Iterator[tuple[tuple[int, int], torch.Tensor, torch.Tensor]]:
+        """Yield layer and first head, and the keys and values of all chunks, [b, s, g, d]; the store forgets them."""
+        for where in sorted(self._kept):
+            values = self._kept.pop(where).values
             k, v = torch.cat([self.storage.get(values[number]) for number in sorted(values)], dim=2)
-            yield layer, k, v
+            yield where, k, v
 
     def of_heads(self, layer: int, first_head: int) -> _Kept:
         """Return what is kept of a layer and of the group of heads that starts with a head."""
@@ -91,7 +117,8 @@ class Chunk:
         size: tokens of every earlier chunk, of all ranks together.
         keeps: keep this chunk's keys and values for later chunks.
         needs_output: the caller needs losses or logits. In the first pass of training it does not.
-        keys_only: number of a layer whose output nobody reads, so that it need not attend; -1: none.
+        last_layer: number of the model's last layer. Where no output is needed, nobody reads the output of this layer,
+            so that it need not attend.
         frees: earlier chunks whose keys and values no later chunk sees. They are freed, layer by layer.
         keeps_output: keep the result of attention, if the store keeps any.
     """
@@ -101,7 +128,7 @@ class Chunk:
     size: int
     keeps: bool = False
     needs_output: bool = True
-    keys_only: int = -1
+    last_layer: int = -1
     frees: tuple[int, ...] = ()
     keeps_output: bool = True
 
@@ -114,6 +141,11 @@ class Chunk:
         """Return the earlier chunks as one layer may see them."""
         return LayerPast(self, layer)
 
+    def attend(self, core: Callable[..., torch.Tensor], layer: int, first_head: int, q: torch.Tensor, k: torch.Tensor,
+               v: torch.Tensor, **how: Any) -> torch.Tensor:
+        """See ``Earlier``. The core tells groups of heads apart itself, after their exchange."""
+        return core(q, k, v, past=self.past(layer), **how)
+
 
 @dataclass(frozen=True)
 class LayerPast:
@@ -125,7 +157,7 @@ class LayerPast:
     def of_heads(self, first_head: int) -> Past:
         """Return what a group of heads may see, given the number of its first query head in the model."""
         return Past(self.chunk, self.chunk.store.of_heads(self.layer, first_head),
-                    attends=self.layer != self.chunk.keys_only)
+                    attends=self.chunk.needs_output or self.layer != self.chunk.last_layer)
 
 
 class Past:

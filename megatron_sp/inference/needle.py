@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
+from megatron_sp.model.context import Context
 from megatron_sp.model.reading import prefill
 
 
@@ -84,15 +85,15 @@ def score(model: nn.Module, text: Sequence[int], answer_length: int, vocab_size:
     tokens = torch.tensor([list(text)], device=device)
     before, answer = tokens[:, :-answer_length], tokens[:, -answer_length:]
     cache = KeyValueCache()
-    ids = torch.zeros(1, dtype=torch.int64)
     if 0 < chunk < before.shape[1]:
         first = prefill(model, before, cache, chunk)
     else:
-        first = model(before, torch.arange(before.shape[1], device=device)[None], ids, cache=cache)[:, -1]
+        context = Context(torch.arange(before.shape[1], device=device)[None], earlier=cache)
+        first = model(before, context)[:, -1]
     logits = [first[:, None]]
     if answer_length > 1:
         positions = torch.arange(before.shape[1], len(text) - 1, device=device)[None]
-        logits.append(model(answer[:, :-1], positions, ids, cache=cache))
+        logits.append(model(answer[:, :-1], Context(positions, earlier=cache)))
     return _score(torch.cat(logits, dim=1)[0, :, :vocab_size].float(), answer[0])
 
 

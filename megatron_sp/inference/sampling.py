@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_sp.errors import ConfigError
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
+from megatron_sp.model.context import Context
 from megatron_sp.model.reading import prefill
 from megatron_sp.parallel.tensor import TensorRegion
 
@@ -170,4 +171,4 @@ def _next_logits(model: nn.Module, rows: list[list[int]], seen: int, cache: KeyV
     """
     ids = torch.tensor([row[seen:] for row in rows], device=device)
     positions = torch.arange(seen, len(rows[0]), device=device).expand(len(rows), -1)
-    return model(ids, positions, torch.zeros(len(rows), dtype=torch.int64), cache=cache)[:, -1]
+    return model(ids, Context(positions, earlier=cache))[:, -1]

@@ -7,18 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron_sp.activations.key_values import Chunk
 from megatron_sp.activations.recompute import KEPT_OPERATORS, Replay, recompute
 from megatron_sp.activations.results import KeptResults, ResultsOnHost
 from megatron_sp.config.schema import Model
-from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
-from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.attention.self_attention import Attention, AttentionPlan
+from megatron_sp.model.context import Context
 from megatron_sp.model.mlp import MLP
 from megatron_sp.model.norm import Norm
 from megatron_sp.model.norm_kernels import NormKernels
-from megatron_sp.model.rotary import Rotation
-from megatron_sp.parallel.random import Dropout, DropoutKeys
+from megatron_sp.parallel.random import Dropout
 from megatron_sp.parallel.tensor import TensorRegion
 from megatron_sp.torch_internals import ALL_TO_ALL_OPERATOR, TENSOR_OVERLAP_OPTIONS
 
@@ -61,35 +58,30 @@ class Block(nn.Module):
         options = TENSOR_OVERLAP_OPTIONS if region.overlapped else None
         self.compute = torch.compile(self._compute, options=options) if compiled else self._compute
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, keys: DropoutKeys | None,
-                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None,
-                chunk: Chunk | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
         if not self.recompute_granularity or not torch.is_grad_enabled():
-            return self.compute(x, rotation, keys, mask, cache, chunk)
+            return self.compute(x, context)
         if self.attention.groups:
-            x = self._attend(x, rotation, keys, mask, None, chunk)
-            return recompute(self._feed_forward, x, keys, replay=self.replay)
+            x = self._attend(x, context)
+            return recompute(self._feed_forward, x, context, replay=self.replay)
         if self.recompute_granularity == "selective":
-            if chunk is not None:  # the store of keys and values keeps the output of attention without dropout
-                return recompute(self.compute, x, rotation, keys, mask, None, chunk, keep=(ALL_TO_ALL_OPERATOR,),
-                                 results=self.results)
-            return recompute(self.compute, x, rotation, keys, mask, None, chunk, keep=KEPT_OPERATORS,
-                             results=self.results, on_host=self.results_on_host)
-        return recompute(self.compute, x, rotation, keys, mask, None, chunk, replay=self.replay)
+            if context.earlier is not None:  # the store of keys and values keeps attention's output without dropout
+                return recompute(self.compute, x, context, keep=(ALL_TO_ALL_OPERATOR,), results=self.results)
+            return recompute(self.compute, x, context, keep=KEPT_OPERATORS, results=self.results,
+                             on_host=self.results_on_host)
+        return recompute(self.compute, x, context, replay=self.replay)
 
-    def _compute(self, x: torch.Tensor, rotation: Rotation | None, keys: DropoutKeys | None,
-                 mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
+    def _compute(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """Apply both branches, without recomputation."""
-        return self._feed_forward(self._attend(x, rotation, keys, mask, cache, chunk), keys)
+        return self._feed_forward(self._attend(x, context), context)
 
-    def _attend(self, x: torch.Tensor, rotation: Rotation | None, keys: DropoutKeys | None,
-                mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
+    def _attend(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """Return x + drop(attention(norm(x)))."""
-        y = self.attention(x, rotation, keys, mask, cache, chunk, normalise=self.input_norm)
-        return x + self.attention_dropout.hidden(y, keys)
+        y = self.attention(x, context, normalise=self.input_norm)
+        return x + self.attention_dropout.hidden(y, context.token_keys)
 
-    def _feed_forward(self, x: torch.Tensor, keys: DropoutKeys | None) -> torch.Tensor:
+    def _feed_forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """Return x + drop(mlp(norm(x)))."""
         y = self.mlp(self.post_attention_norm(x), skip_value=self.replay.is_active)
-        return x + self.mlp_dropout.hidden(y, keys)
+        return x + self.mlp_dropout.hidden(y, context.token_keys)

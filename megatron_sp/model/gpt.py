@@ -1,14 +1,13 @@
 """The decoder: embedding, a loop over a dict of layers, final norm, output layer with the loss.
 
 A pipeline stage is the same class. The parts that other stages hold are None, and the parameters keep their names.
-The model learns from ``positions`` alone which tokens of the sequence it is given.
+The model learns from a ``Context`` alone which tokens of the sequence it is given.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -17,17 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from megatron_sp.activations.key_values import Chunk
 from megatron_sp.activations.offload import ActivationOffload
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
-from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
-from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.block import Block
+from megatron_sp.model.context import Context
 from megatron_sp.model.loss import linear_cross_entropies, linear_cross_entropy_sum
 from megatron_sp.model.norm import Norm
-from megatron_sp.model.rotary import Rotation, rotation
-from megatron_sp.parallel.random import Dropout, DropoutKeys, token_keys
+from megatron_sp.parallel.random import Dropout
 from megatron_sp.parallel.tensor import TensorRegion, VocabParallelEmbedding, VocabParallelOutput, local_weight
 
 
@@ -58,12 +54,12 @@ class Embedding(nn.Module):
                                               dtype=dtype)
         self.dropout = Dropout(model.hidden_dropout, seed, "embedding")
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, keys: DropoutKeys | None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, context: Context) -> torch.Tensor:
         """[b, t] -> [b, t(/tp), h]"""
         x = self.word(tokens)  # [b, t] -> [b, t(/tp), h]
         if self.position is not None:
-            x = x + self.position(positions)
-        return self.dropout.hidden(x, keys)
+            x = x + self.position(context.positions)
+        return self.dropout.hidden(x, context.token_keys)
 
 
 class GPT(nn.Module):
@@ -85,7 +81,7 @@ class GPT(nn.Module):
                  products_in_fp32: bool = False, unit: int = 1, offload: ActivationOffload | None = None,
                  region: TensorRegion):
         super().__init__()
-        self.region, self.drops = region, max(model.hidden_dropout, model.attention_dropout) > 0
+        self.region = region
         self.config, self.loss_tile, self.unit, self.offload = model, loss_tile, unit, offload
         self.products_in_fp32 = products_in_fp32
         self.embedding = embedding
@@ -93,45 +89,31 @@ class GPT(nn.Module):
         self.final_norm = final_norm
         self.output = output
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, sample_ids: torch.Tensor, *,
-                labels: torch.Tensor | None = None, reduction: Literal["sum", "none"] = "sum",
-                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None,
-                chunk: Chunk | None = None, places: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Context, *, labels: torch.Tensor | None = None,
+                reduction: Literal["sum", "none"] = "sum") -> torch.Tensor:
         """Return the losses of this rank's tokens, or without labels their logits.
 
         Args:
             x: tokens int64 [b, s/sp]; on a later stage hidden states [b, s/sp(/tp), h].
-            positions: int64 [b, s/sp], global.
-            sample_ids: global sample number of each sequence, int64 [b]; dropout depends on it.
+            context: what the layers must know of these tokens.
             labels: int64 [b, s/sp], -100 where there is nothing to predict.
             reduction: "sum" for training; "none" for the loss of each token, without gradients.
-            mask: which keys each query may see, for the whole sequences.
-            cache: keys and values of earlier tokens, for decoding token by token.
-            chunk: the chunk of the sequence that these tokens are, if they are not the whole sequence.
-            places: number of each token in its sequence, int64 [b, s/sp]; dropout depends on it. Default: positions.
         Returns:
-            On an earlier stage, or for a chunk that needs no output, hidden states [b, s/sp(/tp), h]; else without
+            On an earlier stage, or where the context needs no output, hidden states [b, s/sp(/tp), h]; else without
             labels logits [b, s/sp, v/tp], with labels the sum of the losses [1] or, unreduced, the losses [b, s/sp].
         """
-        is_first_pass = chunk is not None and not chunk.needs_output
-        if chunk is not None and is_first_pass and self.final_norm is not None:
-            chunk = replace(chunk, keys_only=int(list(self.layers)[-1]))  # nobody reads the last layer's output
-        keys = None
-        if self.training and self.drops:
-            tokens = self.region.outside(positions if places is None else places)
-            keys = DropoutKeys(sample_ids, token_keys(sample_ids, tokens))
+        if self.training:
+            context = context.with_dropout(self.config, self.region)
         if self.embedding is not None:
-            x = self.embedding(x, positions, keys)  # [b, s/sp] -> [b, s/sp(/tp), h]
-        angles = None
-        if self.config.position_embedding_type == "rope":
-            angles = rotation(self.config, positions, x.dtype)
+            x = self.embedding(x, context)  # [b, s/sp] -> [b, s/sp(/tp), h]
+        context = context.with_rotation(self.config, x.dtype)
         for index, blocks in enumerate(self.units()):
             with self.offload.around(index, x) if self.offload else contextlib.nullcontext():
                 if len(blocks) > 1 and torch.is_grad_enabled():
-                    x = recompute(run_layers, blocks, x, angles, keys, mask, None, chunk)
+                    x = recompute(run_layers, blocks, x, context)
                 else:
-                    x = run_layers(blocks, x, angles, keys, mask, cache, chunk)
-        if self.final_norm is None or self.output is None or is_first_pass:
+                    x = run_layers(blocks, x, context)
+        if self.final_norm is None or self.output is None or not context.needs_output:
             return x
         tied = None if self.embedding is None else self.embedding.word.weight
         x = self.final_norm(x)
@@ -158,9 +140,8 @@ class GPT(nn.Module):
                                       tile=self.loss_tile)
 
 
-def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, angles: Rotation | None, keys: DropoutKeys | None,
-               mask: AttentionMask, cache: KeyValueCache | None, chunk: Chunk | None) -> torch.Tensor:
+def run_layers(blocks: Sequence[nn.Module], x: torch.Tensor, context: Context) -> torch.Tensor:
     """Apply the layers one after another: [b, s/sp(/tp), h] -> [b, s/sp(/tp), h]"""
     for block in blocks:
-        x = block(x, angles, keys, mask, cache, chunk)
+        x = block(x, context)
     return x

@@ -6,11 +6,15 @@ Keys and values of the whole text are kept, and activations of one chunk. The mo
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from megatron_sp.activations.key_values import Chunk, KeyValueStore
 from megatron_sp.model.attention.key_value_cache import KeyValueCache
+from megatron_sp.model.context import Context
+from megatron_sp.model.gpt import GPT
 
 
 def parts_of(tokens: int, size: int) -> list[slice]:
@@ -28,11 +32,11 @@ def token_losses(model: nn.Module, tokens: Tensor, size: int = 0) -> Tensor:
     """
     inputs, labels, store = tokens[None, :-1], tokens[None, 1:], KeyValueStore()
     positions = torch.arange(labels.numel(), device=tokens.device)[None]
-    ids, losses = torch.zeros(1, dtype=torch.int64), []
+    losses = []
     for number, part in enumerate(parts_of(labels.numel(), size)):
         chunk = Chunk(store, number, size, keeps=part.stop < labels.numel()) if size else None
-        losses.append(model(inputs[:, part], positions[:, part], ids, labels=labels[:, part], reduction="none",
-                            chunk=chunk)[0])
+        context = Context(positions[:, part], earlier=chunk)
+        losses.append(model(inputs[:, part], context, labels=labels[:, part], reduction="none")[0])
     return torch.cat(losses)
 
 
@@ -46,11 +50,10 @@ def prefill(model: nn.Module, tokens: Tensor, cache: KeyValueCache, size: int) -
     """
     store, count = KeyValueStore(), tokens.shape[1]
     positions = torch.arange(count, device=tokens.device).expand_as(tokens)
-    ids = torch.zeros(len(tokens), dtype=torch.int64)
     parts = parts_of(count, size)
     for number, part in enumerate(parts):
-        chunk = Chunk(store, number, size, keeps=True, needs_output=part is parts[-1])
-        logits = model(tokens[:, part], positions[:, part], ids, chunk=chunk)
-    for layer, k, v in store.take_layers():
-        cache.append(layer, k, v)
+        chunk = Chunk(store, number, size, keeps=True, needs_output=part is parts[-1],
+                      last_layer=cast(GPT, model).config.num_layers - 1)
+        logits = model(tokens[:, part], Context(positions[:, part], earlier=chunk))
+    cache.take(store)
     return logits[:, -1]

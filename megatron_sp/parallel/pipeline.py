@@ -163,29 +163,28 @@ class PipelineRunner:
         named: dict[str, Any] = {"target": target, "losses": losses} if self.is_last else {}
         return positional, named
 
-    def train(self, tokens: torch.Tensor, target: torch.Tensor, inputs: dict[str, torch.Tensor],
+    def train(self, tokens: torch.Tensor, target: torch.Tensor,
               objects: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches and return their losses.
 
         Args:
             tokens, target: int64 [m*b, t], the microbatches one after another
-            inputs: arguments that the forward of every stage takes besides its input, batch dimension first
-            objects: for each microbatch the further arguments that are no tensors, by name
+            objects: for each microbatch the arguments, by name, that the forward of every stage takes besides its input
         Returns:
             the losses of the microbatches, detached; empty where this rank does not hold the last stage
         """
         losses: list[torch.Tensor] = []
         positional, named = self._arguments(tokens, target, losses)
         schedule = self._schedule(objects, tokens.shape, training=True)
-        schedule.step(*positional, **named, **inputs, return_outputs=False)
+        schedule.step(*positional, **named, return_outputs=False)
         return [loss.detach() for loss in losses]
 
     @torch.no_grad()
-    def evaluate(self, tokens: torch.Tensor, target: torch.Tensor, inputs: dict[str, torch.Tensor],
+    def evaluate(self, tokens: torch.Tensor, target: torch.Tensor,
                  objects: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
         """Run forward of all microbatches and return their losses; arguments as in ``train``."""
         losses: list[torch.Tensor] = []
         positional, named = self._arguments(tokens, target, losses)
         schedule = self._schedule(objects, tokens.shape, training=False)
-        schedule.eval(*positional, **named, **inputs)
+        schedule.eval(*positional, **named)
         return losses

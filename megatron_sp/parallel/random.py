@@ -20,7 +20,6 @@ the result is the same on every device.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
 import torch
 
@@ -78,19 +77,6 @@ def token_keys(sample_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return mix(numbered_keys(sample_ids).unsqueeze(-1), places)
 
 
-@dataclass(frozen=True)
-class DropoutKeys:
-    """What the dropout of a forward depends on, besides seed and place in the model.
-
-    Attributes:
-        samples: number of each sample in the order of the training, int64 [b].
-        tokens: ``token_keys`` of the tokens between tensor-parallel regions, [2, b, t].
-    """
-
-    samples: torch.Tensor
-    tokens: torch.Tensor
-
-
 class Dropout:
     """Dropout at one place in the model.
 
@@ -129,14 +115,14 @@ class Dropout:
             torch.ge(x.mul_(MULTIPLIERS[1]).bitwise_and_(0xFFFFFFFF), self.threshold, out=out)
         return keep
 
-    def hidden(self, x: torch.Tensor, keys: DropoutKeys | None) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         """Return hidden states with dropout applied: some elements zero, the others scaled up.
 
         Args:
             x: [b, t, h], the tokens between tensor-parallel regions.
-            keys: None in evaluation, where nothing is dropped.
+            keys: ``token_keys`` of these tokens, [2, b, t]; None in evaluation, where nothing is dropped.
         """
         if self.probability == 0.0 or keys is None:
             return x
-        keep = self.keep(keys.tokens, torch.arange(x.shape[-1], device=x.device))
+        keep = self.keep(keys, torch.arange(x.shape[-1], device=x.device))
         return (x * keep).mul(1.0 / (1.0 - self.probability))

@@ -110,17 +110,14 @@ class ChunkPipeline:
 
     def _forward(self, step: _Step, number: int, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the input and the output of this stage for a chunk of a microbatch."""
-        batch = step.microbatches[number]
-        tokens, positions, labels = (x[:, part.tokens] for x in (batch.tokens, batch.positions, batch.labels))
+        tokens, labels, context = part.of(step.microbatches[number])
         if self.links.is_first:
             self.links.flush()
             x = tokens
         else:
             x = self.links.receive((len(tokens), self.tokens, self.width), self.dtype, self.links.rank - 1)
             x.requires_grad_(torch.is_grad_enabled())
-        places = None if batch.places is None else batch.places[:, part.tokens]
-        return x, self.stage(x, positions, batch.sample_ids, labels=labels, mask=batch.mask, chunk=part.chunk,
-                             places=places)
+        return x, self.stage(x, context, labels=labels)
 
     def _pass_on(self, y: torch.Tensor) -> None:
         """Send hidden states to the next stage, if there is one."""

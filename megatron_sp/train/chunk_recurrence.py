@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from megatron_sp.activations.key_values import Chunk, KeyValueStore
 from megatron_sp.activations.storage import DeviceStorage, HostStorage
 from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
 from megatron_sp.layout.masks.segments import Segments, window_reach
+from megatron_sp.model.context import Context
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a microbatch's tokens that the model is given at once.
+    """A part of a microbatch's tokens that the model is given at once; by default all of them.
 
     Attributes:
         tokens: which of this rank's tokens.
@@ -25,9 +28,15 @@ class Part:
         before: calls that come before it, as in the first pass; they compute the keys and values of a segment again.
     """
 
-    tokens: slice
-    chunk: Chunk | None
+    tokens: slice = field(default_factory=lambda: slice(None))
+    chunk: Chunk | None = None
     before: tuple[Part, ...] = ()
+
+    def of(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor, Context]:
+        """Return this part of a microbatch: its tokens, its labels and what the model must know of them."""
+        tokens, labels, positions = (x[:, self.tokens] for x in (batch.tokens, batch.labels, batch.positions))
+        places = None if batch.places is None else batch.places[:, self.tokens]
+        return tokens, labels, Context(positions, batch.sample_ids, batch.mask, self.chunk, places)
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class ChunkRecurrence:
         offload: whether keys and values wait in host memory.
         keep_outputs: whether the results of attention are kept between the two passes of training.
         reach: how many earlier chunks a chunk sees; None: all of them.
+        last_layer: number of the model's last layer.
     """
 
     size: int = 0
@@ -60,13 +70,14 @@ class ChunkRecurrence:
     offload: bool = False
     keep_outputs: bool = False
     reach: int | None = None
+    last_layer: int = -1
 
     @classmethod
     def of(cls, run: Run) -> ChunkRecurrence:
         """Return the chunk recurrence that the flags of a run ask for."""
         memory = run.memory
         return cls(memory.sequence_chunk_size, run.parallel.sp, memory.offload_key_values,
-                   memory.recompute_granularity == "selective", window_reach(run))
+                   memory.recompute_granularity == "selective", window_reach(run), run.model.num_layers - 1)
 
     def training(self, batch: Microbatch) -> Passes:
         """Return the calls for the gradients of a microbatch.
@@ -75,7 +86,7 @@ class ChunkRecurrence:
         with it and ends with the first chunk. Where windows reach few chunks, it goes by ``Segments``.
         """
         if not self.size:
-            return Passes([], [Part(slice(None), None)])
+            return Passes([], [Part()])
         store, count = self._store(keep_outputs=self.keep_outputs), self._count(batch)
         segments = Segments.of(count, self.reach)
         last = segments.starts[-1]
@@ -93,7 +104,7 @@ class ChunkRecurrence:
     def evaluation(self, batch: Microbatch) -> list[Part]:
         """Return the calls for the loss of a microbatch."""
         if not self.size:
-            return [Part(slice(None), None)]
+            return [Part()]
         store, count = self._store(), self._count(batch)
         return [self._part(store, number, keeps=number < count - 1,
                            frees=(number - self.reach - 1,) if self.reach is not None else ())
@@ -114,4 +125,4 @@ class ChunkRecurrence:
         """Return the part of a microbatch that is a chunk: the equal part of this rank's tokens with its number."""
         own = self.own_tokens
         return Part(slice(number * own, (number + 1) * own),
-                     Chunk(store, number, self.size, **how), before)
+                     Chunk(store, number, self.size, last_layer=self.last_layer, **how), before)

@@ -108,10 +108,8 @@ class Engine:
 
     def _run(self, batch: Microbatch, part: Part) -> torch.Tensor:
         """Call the model with a part of a microbatch; return the sum of its losses [1], or hidden states."""
-        tokens, positions, labels = (x[:, part.tokens] for x in (batch.tokens, batch.positions, batch.labels))
-        places = None if batch.places is None else batch.places[:, part.tokens]
-        return self.model(tokens, positions, batch.sample_ids, labels=labels, mask=batch.mask, chunk=part.chunk,
-                          places=places)
+        tokens, labels, context = part.of(batch)
+        return self.model(tokens, context, labels=labels)
 
 
 class PipelineEngine:
@@ -227,23 +225,24 @@ class ScheduleRunner:
 
     def train(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
         """Run forward and backward of all microbatches and return their losses, on the last stage."""
-        return self.runner.train(*_concatenate(microbatches))
+        return self.runner.train(*_arguments(microbatches))
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
         """Run forward of all microbatches and return their losses, on the last stage."""
-        return self.runner.evaluate(*_concatenate(microbatches))
+        return self.runner.evaluate(*_arguments(microbatches))
 
 
-def _concatenate(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor],
-                                                              list[dict[str, Any]]]:
-    """Concatenate the microbatches along the batch, as torch's pipeline schedules take them.
+def _arguments(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, Any]]]:
+    """Return the microbatches as a runner of torch's schedules takes them.
 
     Returns:
-        tokens, labels, the further tensors that every stage takes by name, and for each microbatch the arguments that
-        are no tensors
+        all tokens and all labels, one microbatch after another, and for each microbatch what every stage is given by
+        name
     """
-    named = {name: torch.cat([batch.tensors()[name] for batch in microbatches]) for name in microbatches[0].tensors()}
-    return named.pop("tokens"), named["labels"], named, [{"mask": batch.mask} for batch in microbatches]
+    whole = [Part().of(batch) for batch in microbatches]
+    tokens, labels, contexts = zip(*whole)
+    return torch.cat(tokens), torch.cat(labels), [
+        {"context": context, "labels": of_microbatch} for context, of_microbatch in zip(contexts, labels)]
 
 
 def build_engine(run: Run, model: nn.Module, mesh: ParallelMesh,

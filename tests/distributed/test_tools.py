@@ -14,6 +14,7 @@ import torch
 
 from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.errors import UserError
+from megatron_sp.model.context import Context
 from megatron_sp.train.checkpoints.restore import load_model, read_config
 from tests.helpers.configs import STYLES
 from tests.helpers.spawn import run_ranks
@@ -84,7 +85,7 @@ def plain_losses(load: str, documents: list[list[int]]) -> list[list[float]]:
     found = []
     for tokens in documents:
         with torch.no_grad():
-            logits = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1)[None], (0,))
+            logits = model(torch.tensor([tokens[:-1]]), Context(torch.arange(len(tokens) - 1)[None]))
         found.append(torch.nn.functional.cross_entropy(logits[0, :, :97], torch.tensor(tokens[1:]),
                                                        reduction="none").tolist())
     return found

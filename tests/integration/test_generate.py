@@ -12,6 +12,7 @@ import torch
 
 from megatron_sp.errors import UserError
 from megatron_sp.inference.sampling import Sampling, generate
+from megatron_sp.model.context import Context
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import RunRanks
 from tests.integration.programs import ROOT, run_program, run_tool
@@ -31,7 +32,7 @@ def compare_with_and_without_cache(style: str) -> tuple[list[int], list[int], li
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(40):
-            logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], (0,))
+            logits = model(torch.tensor([tokens]), Context(torch.arange(len(tokens))[None]))
             tokens.append(int(logits[0, -1, :97].argmax()))
     return cached, plain, tokens[len(prompt):]
 

@@ -120,10 +120,10 @@ MUTANTS = {
         "layout/heads.py", "* self.num_kv // self.num_query - offset for", "* 0 for", 2,
         f"{U2} --hidden-size 1536 --num-attention-heads 12 --num-key-value-heads 3 --kv-channels 64", "loss"),
     "dropout of the first shard on all": Mutant(
-        "model/gpt.py", "token_keys(sample_ids, tokens)", "token_keys(sample_ids, tokens - tokens[:, :1])", 2,
-        f"{U2} {DROPOUT}", "loss"),
+        "model/context.py", "token_keys(self.sample_ids, places)",
+        "token_keys(self.sample_ids, places - places[:, :1])", 2, f"{U2} {DROPOUT}", "loss"),
     "dropout of positions inside documents": Mutant(
-        "model/gpt.py", "positions if places is None else places", "positions", 1,
+        "model/context.py", "self.positions if self.places is None else self.places", "self.positions", 1,
         f"{DOCUMENTS} --hidden-dropout 0.1", "loss"),
     "dropout of attention that begins anew with each chunk": Mutant(
         "model/attention/chunk_attention.py", "replace(dropout, earlier=seen.keys(first)[0])", "dropout", 1,

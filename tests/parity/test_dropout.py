@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_sp.model.attention.cores import AttentionCore, SDPACore, UnfusedCore
 from megatron_sp.model.attention.unfused import AttentionDropout
-from megatron_sp.parallel.random import Dropout, DropoutKeys, token_keys
+from megatron_sp.parallel.random import Dropout, token_keys
 from megatron_sp.proof.data import batch
 from megatron_sp.proof.reference import dropout_sites, keep_all, keyed_dropout, random_weights, reference_loss
 from megatron_sp.proof.steps import differences, reference_step, step_in_layout
@@ -78,7 +78,7 @@ def test_attention_loses_its_share_of_probabilities_and_none_of_its_mean(core: A
 def test_hidden_states_lose_their_share_and_none_of_their_mean() -> None:
     samples, places = torch.arange(2), torch.arange(500)
     dropped = Dropout(0.25, 1, "site").hidden(torch.full((2, 500, 200), 3.0),
-                                              DropoutKeys(samples, token_keys(samples, places)))
+                                              token_keys(samples, places))
     deviation = math.sqrt(0.25 * 0.75 / dropped.numel())
     assert abs(float((dropped == 0).double().mean()) - 0.25) < 4 * deviation
     assert abs(float(dropped.double().mean()) / 3 - 1) < 4 * deviation / 0.75

@@ -10,18 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_sp.activations.key_values import Chunk
 from megatron_sp.activations.recompute import recompute
 from megatron_sp.config.schema import Model
 from megatron_sp.layout.heads import HeadSplit
-from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
 from megatron_sp.layout.patterns.choice import layer_attention
-from megatron_sp.model.attention.key_value_cache import KeyValueCache
 from megatron_sp.model.attention.unfused import AttentionDropout
+from megatron_sp.model.context import Context
 from megatron_sp.model.norm import Norm
 from megatron_sp.model.norm_kernels import NormKernels
-from megatron_sp.model.rotary import Rotation, apply_rotary
-from megatron_sp.parallel.random import Dropout, DropoutKeys
+from megatron_sp.model.rotary import apply_rotary
+from megatron_sp.parallel.random import Dropout
 from megatron_sp.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -79,34 +77,28 @@ class Attention(nn.Module):
                 for _ in range(2))
         self.output = RowParallelLinear(query, width, bias=model.add_bias_linear, region=region, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, keys: DropoutKeys | None,
-                mask: AttentionMask = CAUSAL, cache: KeyValueCache | None = None, chunk: Chunk | None = None, *,
-                normalise: Norm) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Context, *, normalise: Norm) -> torch.Tensor:
         """[b, s/sp(/tp), h] -> [b, s/sp(/tp), h]
 
         Args:
-            mask: which keys each query may see, for the whole sequences.
-            chunk: the chunk of the sequence that x is, if it is not the whole sequence.
             normalise: the norm that is applied to x first. With groups and without tp, every group applies it
                 again, so that only x is kept for backward and not the normalised x too. With tp that would repeat
                 the communication of ``region.enter``, so the groups share one normalised x.
         """
-        by_groups = self.groups and cache is None
-        group_norm = normalise if by_groups and self.region.size == 1 else None
+        group_norm = normalise if self.groups and self.region.size == 1 else None
         if group_norm is None:
             x = self.region.enter(normalise(x))  # [b, s/sp(/tp), h] -> [b, s/sp, h]
-        if by_groups:
-            parts = (recompute(self._group_output, group, group_norm, x, rotation, keys, mask, chunk)
-                     for group in self.groups)
+        if self.groups:
+            parts = (recompute(self._group_output, group, group_norm, x, context) for group in self.groups)
             # Add in place and one by one, so that only the sum and one group's output exist at a time.
             return self.output.finish(functools.reduce(torch.Tensor.add_, parts))
         qkv = self._heads(products(x, *(part.local() for part in (self.query, self.key, self.value)),
                                    joined=self.region.overlapped))
-        o = self._attend(self.plan, qkv, rotation, keys, mask, cache, chunk)
+        o = self._attend(self.plan, qkv, context)
         return self.output(o.flatten(2))  # [b, s/sp, n/tp, d] -> [b, s/sp(/tp), h]
 
-    def _group_output(self, group: AttentionPlan, normalise: Norm | None, x: torch.Tensor, rotation: Rotation | None,
-                      keys: DropoutKeys | None, mask: AttentionMask, chunk: Chunk | None) -> torch.Tensor:
+    def _group_output(self, group: AttentionPlan, normalise: Norm | None, x: torch.Tensor,
+                      context: Context) -> torch.Tensor:
         """Return what one group of heads adds to the output, [b, s/sp, h]; uses the group's rows of each projection."""
         def rows(heads: tuple[int, int], first: int) -> slice:
             return slice((heads[0] - first) * self.head_dim, (heads[1] - first) * self.head_dim)
@@ -117,34 +109,30 @@ class Attention(nn.Module):
         chosen = [(weight[part], None if bias is None else bias[part]) for (weight, bias), part in (
             (self.query.local(), query), (self.key.local(), kv), (self.value.local(), kv))]
         qkv = self._heads(products(x, *chosen))
-        o = self._attend(group, qkv, rotation, keys, mask, None, chunk)
+        o = self._attend(group, qkv, context)
         return F.linear(o.flatten(2), local_weight(self.output.weight)[:, query])
 
     def _heads(self, qkv: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """[b, t, n*d], [b, t, g*d] twice -> [b, t, n, d], [b, t, g, d] twice"""
         return [x.unflatten(-1, (-1, self.head_dim)) for x in qkv]
 
-    def _attend(self, plan: AttentionPlan, qkv: list[torch.Tensor], rotation: Rotation | None,
-                keys: DropoutKeys | None, mask: AttentionMask, cache: KeyValueCache | None,
-                chunk: Chunk | None) -> torch.Tensor:
+    def _attend(self, plan: AttentionPlan, qkv: list[torch.Tensor], context: Context) -> torch.Tensor:
         """Apply query and key norm, rotary positions and the core: q [b, t, n, d], k, v [b, t, g, d] -> [b, t, n, d]
 
         Args:
             qkv: the list is emptied, so that the caller's frame does not keep q, k and v alive after they are replaced.
         """
         v, k, q = qkv.pop(), qkv.pop(), qkv.pop()
-        mask = mask.within(self.seen.window, self.seen.pattern)
         if self.query_norm is not None and self.key_norm is not None:
             q = self.query_norm(q)
             k = self.key_norm(k)
-        if rotation is not None:
-            q = apply_rotary(q, rotation, self.interleaved)
-            k = apply_rotary(k, rotation, self.interleaved)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
+        if context.rotation is not None:
+            q = apply_rotary(q, context.rotation, self.interleaved)
+            k = apply_rotary(k, context.rotation, self.interleaved)
         dropout = None
-        if keys is not None and self.dropout.probability > 0:
-            dropout = AttentionDropout(self.dropout, keys.samples, plan.first_head)
-        if chunk is not None:
-            return plan.core(q, k, v, mask=mask, dropout=dropout, past=chunk.past(self.layer))
-        return plan.core(q, k, v, mask=mask, dropout=dropout)
+        if context.token_keys is not None and context.sample_ids is not None and self.dropout.probability > 0:
+            dropout = AttentionDropout(self.dropout, context.sample_ids, plan.first_head)
+        how = {"mask": context.mask.within(self.seen.window, self.seen.pattern), "dropout": dropout}
+        if context.earlier is None:
+            return plan.core(q, k, v, **how)
+        return context.earlier.attend(plan.core, self.layer, plan.first_head, q, k, v, **how)

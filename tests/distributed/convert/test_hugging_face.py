@@ -30,6 +30,7 @@ from megatron_sp.data.tokenizers.tokenizer import build_tokenizer
 from megatron_sp.errors import CheckpointError
 from megatron_sp.inference.sampling import Sampling, generate
 from megatron_sp.model.build import build_model
+from megatron_sp.model.context import Context
 from megatron_sp.model.gpt import GPT
 from megatron_sp.parallel.mesh import ParallelMesh
 from tests.helpers.hugging_face import MODELS, save_model
@@ -77,7 +78,7 @@ def logits_and_tokens(directories: list[str]) -> list[tuple[torch.Tensor, list[i
         fill_model(model, run.model, partial(weights_of, directory, run.model), directory, shows=False)
         model.eval()
         with torch.no_grad():
-            logits = model(TOKENS, torch.arange(48)[None], (0,))
+            logits = model(TOKENS, Context(torch.arange(48)[None]))
         tokens = list(generate(model, TOKENS[0].tolist(), 10, Sampling(temperature=0), vocab_size=97))
         found.append((logits[..., :97].clone(), tokens))
     return found

@@ -8,6 +8,7 @@ from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.proof.data import END, batch, local_microbatches
+from megatron_sp.train.chunk_recurrence import Part
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import RunRanks
 
@@ -32,8 +33,8 @@ def losses(layout: str, changed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     [mine] = local_microbatches(run, mesh, tokens, labels)
     assert mine.mask.documents == ((0, *(end + 1 for end in ENDS)),) * 2
     with torch.no_grad():
-        found = build_model(run, mesh).eval()(mine.tokens, mine.positions, mine.sample_ids, labels=mine.labels,
-                                              reduction="none", mask=mine.mask)
+        tokens, labels, context = Part().of(mine)
+        found = build_model(run, mesh).eval()(tokens, context, labels=labels, reduction="none")
     return found, torch.from_numpy(SequenceLayout.of(run).positions(mesh.rank("sp")))
 
 

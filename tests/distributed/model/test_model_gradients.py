@@ -14,13 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_sp.config.schema import Run
 from megatron_sp.layout.tokens import SequenceLayout
 from megatron_sp.model.build import build_model
+from megatron_sp.model.context import Context
 from megatron_sp.model.gpt import GPT
-from megatron_sp.model.rotary import rotation
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import TensorRegion
 from megatron_sp.proof.data import batch, local_microbatches
 from megatron_sp.proof.reference import Weights, random_weights, reference_block, reference_logits, weight_shapes
 from megatron_sp.proof.steps import gather_full, load_full
+from megatron_sp.train.chunk_recurrence import Part
 from tests.helpers.configs import Case
 from tests.helpers.spawn import run_ranks
 
@@ -70,13 +71,13 @@ def _layer(case: Case) -> tuple[float, float]:
     mine = _my_tokens(run, mesh)
     layout = SequenceLayout(run.data.seq_length, ulysses=run.parallel.ulysses)
     inside = torch.from_numpy(layout.positions(mesh.rank("sp"))).expand(shape[0], -1)
-    turn = rotation(run.model, inside, torch.float64) if run.model.position_embedding_type == "rope" else None
+    context = Context(inside).with_rotation(run.model, torch.float64)
     part = x[:, mine].clone().requires_grad_()
     layer = dict(model.layers.items())["1"]
     if isinstance(layer, FSDPModule):  # the layer runs without its model, so FSDP must not gather others ahead
         layer.set_modules_to_forward_prefetch([])
         layer.set_modules_to_backward_prefetch([])
-    output = layer(part, turn, torch.arange(shape[0]))
+    output = layer(part, context)
     output.backward(out_gradient[:, mine])
     assert part.grad is not None
     return _relative(output.detach(), expected.detach()[:, mine]), _relative(part.grad, whole.grad[:, mine])
@@ -99,13 +100,13 @@ def _shard(case: Case) -> tuple[float, float]:
     tokens, labels = batch(run, "ragged")
     whole = reference_logits(weights, run.model, tokens)
     microbatch = local_microbatches(run, mesh, tokens, labels)[0]
+    tokens, labels, context = Part().of(microbatch)
     expected = whole[microbatch.sample_ids].gather(
         1, microbatch.positions.unsqueeze(-1).expand(-1, -1, run.model.vocab_size))
-    logits = model(microbatch.tokens, microbatch.positions, microbatch.sample_ids).detach()
+    logits = model(tokens, context).detach()
     region = TensorRegion.of(mesh, run.parallel.megatron_sp)
-    losses = model(microbatch.tokens, microbatch.positions, microbatch.sample_ids, labels=microbatch.labels,
-                   reduction="none")
-    loss = model(microbatch.tokens, microbatch.positions, microbatch.sample_ids, labels=microbatch.labels).detach()
+    losses = model(tokens, context, labels=labels, reduction="none")
+    loss = model(tokens, context, labels=labels).detach()
     columns = logits.shape[-1]
     first = region.rank * columns
     real = max(0, min(columns, run.model.vocab_size - first))  # the rest is padding

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_sp.model.build import build_model
+from megatron_sp.model.context import Context
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.zero import prepare_backward
 from tests.helpers.configs import tiny_run
@@ -46,7 +47,7 @@ def measure(flags: list[str]) -> dict[str, int]:
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     for microbatch in range(2):
         prepare_backward(model, run.parallel.zero_stage, is_last=microbatch == 1)
-        loss = model(tokens, torch.arange(32).expand(1, -1), (microbatch,), labels=tokens)
+        loss = model(tokens, Context(torch.arange(32).expand(1, -1)), labels=tokens)
         if microbatch == 0:
             found["gathered after forward"] = gathered_bytes(model)
         loss.sum().backward()

@@ -25,7 +25,7 @@ class Successor(nn.Module):
         self.vocab, self.padding = vocab, padding
         self.lengths: list[int] = []
 
-    def forward(self, tokens: Tensor, positions: Tensor, sample_ids: tuple[int, ...], cache: object = None) -> Tensor:
+    def forward(self, tokens: Tensor, context: object) -> Tensor:
         self.lengths.append(tokens.shape[1])
         logits = nn.functional.one_hot((tokens + 1) % self.vocab, self.vocab + self.padding).float()
         logits[..., self.vocab:] = 100.0

@@ -20,11 +20,11 @@ class Copier(nn.Module):
         super().__init__()
         self.reach, self.weight = reach, nn.Parameter(torch.zeros(1))
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, *, cache: Any) -> torch.Tensor:
-        seen, _ = cache.append(0, tokens[..., None, None], tokens[..., None, None])
+    def forward(self, tokens: torch.Tensor, context: Any) -> torch.Tensor:
+        seen, _ = context.earlier.append((0, 0), tokens[..., None, None], tokens[..., None, None])
         row = seen[0, :, 0, 0].tolist()
         logits = torch.zeros(1, tokens.shape[1], 100)
-        for column, place in enumerate(positions[0].tolist()):
+        for column, place in enumerate(context.positions[0].tolist()):
             earlier = [at for at in range(max(0, place - self.reach), place) if row[at] == row[place]]
             logits[0, column, row[earlier[-1] + 1] if earlier else 0] = 20.0
         return logits

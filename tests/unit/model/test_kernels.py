@@ -31,6 +31,7 @@ from megatron_sp.model.attention.block_kernels import (
 )
 from megatron_sp.model.attention.cores import SDPACore, gpu_form
 from megatron_sp.model.child_trials import Outcome
+from megatron_sp.model.context import Context
 from megatron_sp.model.kernels import choose_kernels, kernels_in_words
 from megatron_sp.model.norm import rms_norm
 from megatron_sp.model.norm_kernels import PACKAGES, choose_norm_kernels
@@ -222,7 +223,7 @@ def compiled_against_eager(flags: str) -> float:
         positions = (torch.arange(share) + mesh.rank("sp") * share).unsqueeze(0)
         for _ in range(2):  # the second is without compilation
             model.zero_grad()
-            logits = model(positions % 97, positions, torch.zeros(1, dtype=torch.int64))
+            logits = model(positions % 97, Context(positions, torch.zeros(1, dtype=torch.int64)))
             logits.square().mean().backward()
         found.append([local_part(p.grad) for p in model.parameters() if p.grad is not None])
     return max(float((a - b).abs().max() / (b.abs().max() + 1e-12)) for a, b in zip(found[1], found[0]))
@@ -277,7 +278,7 @@ def graphs_by_depth(layouts: list[str]) -> dict[str, list[int]]:
             positions = torch.arange(32 // mesh.size("sp")).unsqueeze(0)
             for step in range(2):
                 mask = AttentionMask(((0, 5 + step),)) if run.data.reset_attention_mask else CAUSAL
-                model(positions, positions, torch.tensor([step]), labels=positions, mask=mask).sum().backward()
+                model(positions, Context(positions, torch.tensor([step]), mask), labels=positions).sum().backward()
                 model.zero_grad()
             found[layout].append(counters["stats"]["unique_graphs"])
             mesh.destroy()

@@ -18,6 +18,7 @@ from megatron_sp.config.load import load_run
 from megatron_sp.config.resolve import with_vocab
 from megatron_sp.model.block import Block
 from megatron_sp.model.build import build_model
+from megatron_sp.model.context import Context
 from megatron_sp.model.kernels import choose_kernels, kernels_in_words
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.tensor import products
@@ -68,7 +69,7 @@ def test_the_compiler_overlaps_all_collectives_of_a_layer(further: str) -> None:
         mesh = ParallelMesh.build(run.parallel)
         model = build_model(run, mesh)
         tokens = torch.zeros(run.train.micro_batch_size, 96, dtype=torch.int64)
-        model(tokens, torch.arange(96).expand_as(tokens), tuple(range(len(tokens))), labels=tokens).sum().backward()
+        model(tokens, Context(torch.arange(96).expand_as(tokens)), labels=tokens).sum().backward()
     torch._dynamo.reset()
     assert not [note for note in notes if "overlap" in note]
     each = {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}  # attention and feed-forward

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_sp.parallel.random import (
     Dropout,
-    DropoutKeys,
     mix,
     numbered_keys,
     stable_key,
@@ -44,7 +43,7 @@ def test_any_part_of_a_mask_is_drawn_alone() -> None:
     assert bool(drop.keep(token_keys(torch.tensor([5]), torch.tensor([77])), torch.tensor([13]))) == whole[77, 13]
     x = torch.ones(1, 3, 768)
     samples = torch.tensor([5])
-    hidden = drop.hidden(x, DropoutKeys(samples, token_keys(samples, torch.tensor([[7, 1, 2000]]))))
+    hidden = drop.hidden(x, token_keys(samples, torch.tensor([[7, 1, 2000]])))
     assert torch.equal(hidden[0] != 0, whole[[7, 1, 2000]])
 
 
@@ -59,12 +58,12 @@ def test_compiled_code_draws_the_same_masks_and_is_not_compiled_again() -> None:
     torch._dynamo.reset()
 
     @torch.compile(backend=backend, fullgraph=True)
-    def hidden(drop: Dropout, x: Tensor, keys: DropoutKeys) -> Tensor:
+    def hidden(drop: Dropout, x: Tensor, keys: Tensor) -> Tensor:
         return drop.hidden(x, keys)
 
     for layer in range(3):
         drop, samples = Dropout(0.25, 1234, f"{layer}/mlp"), torch.tensor([layer, 8])
-        keys = DropoutKeys(samples, token_keys(samples, PLACES[layer:50 + layer]))
+        keys = token_keys(samples, PLACES[layer:50 + layer])
         x = torch.randn(2, 50, 96)
         assert torch.equal(hidden(drop, x, keys), drop.hidden(x, keys))
     assert len(compiles) == 1
@@ -135,5 +134,5 @@ def test_different_numbers_give_different_keys() -> None:
 
 def test_probability_zero_and_evaluation_return_the_tensor_itself() -> None:
     x, samples = torch.ones(1, 2, 3), torch.zeros(1, dtype=torch.int64)
-    assert Dropout(0.0, 1, "site").hidden(x, DropoutKeys(samples, token_keys(samples, torch.arange(2)))) is x
+    assert Dropout(0.0, 1, "site").hidden(x, token_keys(samples, torch.arange(2))) is x
     assert Dropout(0.5, 1, "site").hidden(x, None) is x
