@@ -28,7 +28,7 @@ BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-key-value-heads 2 --swiglu --normalization RMSNorm "
     "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
     "--make-vocab-size-divisible-by 48 --tokenizer-type NullTokenizer --vocab-size 128 --seq-length 64 "
-    "--global-batch-size 8 --micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0 --lr 2e-3 --min-lr 1e-4 "
+    "--global-batch-size 8 --micro-batch-size 1 --attention-dropout 0 --lr 2e-3 --min-lr 1e-4 "
     f"--lr-decay-style cosine --lr-warmup-iters 2 --train-iters {ITERATIONS} --split 1,0,0 --eval-iters 0 "
     "--log-interval 1 --num-workers 0 --seed 42 --save run --save-interval 100"
 ).split()
