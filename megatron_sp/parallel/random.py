@@ -26,7 +26,7 @@ import torch
 #: The words have so many bits; a mask of ones of this length.
 BITS = 31
 WORD = (1 << BITS) - 1
-#: Odd multipliers with as many ones as zeros, and the two words that every hash starts with (digits of pi).
+#: Odd multipliers, and the two words that every hash starts with (digits of pi).
 MULTIPLIERS = (0x6C8E9CF5, 0x5851F42D)
 START = (0x243F6A88, 0x05A308D3)
 #: Rounds of ``mix``. After four, each bit of both words depends on each bit that was mixed in.

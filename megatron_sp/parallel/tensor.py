@@ -68,17 +68,9 @@ class TensorRegion:
             return reduce_scatter_sequence(x, self.group, pieces=self.overlapped)
         return reduce_from_group(x, self.group)
 
-    def outside_tokens(self, num_tokens: int) -> tuple[int, int]:
-        """Return which of ``num_tokens`` tokens inside the region this rank holds outside: the first, and how many."""
-        if not self.megatron_sp:
-            return 0, num_tokens
-        piece = num_tokens // self.size
-        return self.rank * piece, piece
-
     def outside(self, x: torch.Tensor) -> torch.Tensor:
         """Return of the tokens inside the region those that this rank holds outside: [b, t] -> [b, t(/tp)]"""
-        first, count = self.outside_tokens(x.shape[1])
-        return x[:, first:first + count]
+        return x.chunk(self.size, dim=1)[self.rank] if self.megatron_sp else x
 
     def parameter(self, local_shape: tuple[int, ...], placement: Placement, dtype: torch.dtype) -> nn.Parameter:
         """Return an uninitialised parameter with this shape per rank; with more than one rank it is a DTensor."""

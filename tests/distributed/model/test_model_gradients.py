@@ -46,8 +46,8 @@ def _my_tokens(run: Run, mesh: ParallelMesh) -> slice:
     """The tokens this rank holds between tensor-parallel regions."""
     layout = SequenceLayout(run.data.seq_length, ulysses=run.parallel.ulysses)
     ((start, stop),) = layout.ranges(mesh.rank("sp"))
-    offset, count = TensorRegion.of(mesh, run.parallel.megatron_sp).outside_tokens(stop - start)
-    return slice(start + offset, start + offset + count)
+    mine = TensorRegion.of(mesh, run.parallel.megatron_sp).outside(torch.arange(start, stop).unsqueeze(0))[0].tolist()
+    return slice(mine[0], mine[-1] + 1)
 
 
 def _layer(case: Case) -> tuple[float, float]:
