@@ -19,7 +19,7 @@ class Context:
     """The tokens of one forward: t tokens of each of b samples, those of this rank or of a chunk of them.
 
     It travels as a Python object and not as tensors: torch's pipeline, which splits tensors into microbatches, and
-    FSDP, which moves and casts them, leave it alone. So its tensors are on the model's device from the start.
+    FSDP, which moves them to its device, leave it alone. So its tensors are on the model's device from the start.
 
     Attributes:
         positions: int64 [b, t], for rotary and learned positions.

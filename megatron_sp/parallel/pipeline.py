@@ -8,6 +8,7 @@ schedule with the loss contract of ``train.forward_backward``, and keeps tied we
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -139,8 +140,9 @@ class PipelineRunner:
         self.is_last = stages.num_stages - 1 in stages.numbers
         self._schedules: dict[tuple[int, torch.Size, bool], tuple[Any, list[StageWithObjects]]] = {}
 
-    def _schedule(self, objects: Sequence[dict[str, Any]], shape: torch.Size, training: bool) -> Any:
-        """Return torch's schedule object for as many microbatches as there are objects, with these in place."""
+    @contextlib.contextmanager
+    def _schedule(self, objects: Sequence[dict[str, Any]], shape: torch.Size, training: bool) -> Iterator[Any]:
+        """Give torch's schedule object for as many microbatches as there are objects, with these in place meanwhile."""
         num_microbatches = len(objects)
         key = (num_microbatches, shape, training)
         if key not in self._schedules:
@@ -156,7 +158,9 @@ class PipelineRunner:
         schedule, stages = self._schedules[key]
         for stage in stages:
             stage.objects = objects
-        return schedule
+        yield schedule
+        for stage in stages:
+            stage.objects = ()  # the schedule is kept, and would keep the tensors in them
 
     def _arguments(self, tokens: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor]) -> tuple[Any, Any]:
         positional = (tokens,) if self.is_first else ()
@@ -175,8 +179,8 @@ class PipelineRunner:
         """
         losses: list[torch.Tensor] = []
         positional, named = self._arguments(tokens, target, losses)
-        schedule = self._schedule(objects, tokens.shape, training=True)
-        schedule.step(*positional, **named, return_outputs=False)
+        with self._schedule(objects, tokens.shape, training=True) as schedule:
+            schedule.step(*positional, **named, return_outputs=False)
         return [loss.detach() for loss in losses]
 
     @torch.no_grad()
@@ -185,6 +189,6 @@ class PipelineRunner:
         """Run forward of all microbatches and return their losses; arguments as in ``train``."""
         losses: list[torch.Tensor] = []
         positional, named = self._arguments(tokens, target, losses)
-        schedule = self._schedule(objects, tokens.shape, training=False)
-        schedule.eval(*positional, **named)
+        with self._schedule(objects, tokens.shape, training=False) as schedule:
+            schedule.eval(*positional, **named)
         return losses
