@@ -40,7 +40,7 @@ TIED_LAYOUTS = [
     (1, ""),
 ]
 
-SCHEDULE = "--lr 1e-2 --min-lr 1e-4 --lr-warmup-iters 2 --lr-decay-style cosine --save-interval 4"
+SCHEDULE = "--hidden-dropout 0.1 --lr 1e-2 --min-lr 1e-4 --lr-warmup-iters 2 --lr-decay-style cosine --save-interval 4"
 
 
 def name_of(layout: str) -> str:
@@ -48,7 +48,7 @@ def name_of(layout: str) -> str:
 
 
 def four_steps(style: str, directory: Path) -> Path:
-    """Train four steps on one process, dropout off."""
+    """Train four steps on one process."""
     assert run_ranks(train, 1, f"{style} {SCHEDULE} --save {directory} --exit-interval 4") == [""]
     return directory
 
@@ -112,7 +112,7 @@ def test_training_goes_on_in_another_layout(request: pytest.FixtureRequest, tmp_
     (1, ""), (2, "--ulysses-size 2"), (2, "--tensor-model-parallel-size 2"), (2, "--zero-stage 3 --micro-batch-size 2"),
     (2, "--pipeline-model-parallel-size 2")])
 def test_eight_steps_are_four_and_four_bitwise(tmp_path: Path, world: int, layout: str) -> None:
-    style = f"{LLAMA} --hidden-dropout 0.1 {layout} {SCHEDULE} --weight-decay-incr-style linear --weight-decay 0.1 " \
+    style = f"{LLAMA} {layout} {SCHEDULE} --weight-decay-incr-style linear --weight-decay 0.1 " \
             "--start-weight-decay 0.0 --end-weight-decay 0.2 --eval-iters 1 --eval-interval 3"
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     assert run_ranks(train, world, f"{style} --save {straight}") == [""] * world

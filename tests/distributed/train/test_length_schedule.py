@@ -13,7 +13,8 @@ from tests.helpers.spawn import run_ranks
 from tests.helpers.training import full_tensors, steps, train, train_and_tell
 
 #: Steps of 4 x 64 = 256 tokens: 3 steps of 16-token sequences, 2 of 32, and 3 of 64.
-GROWS = f"{STYLES['llama']} --seq-length-schedule 0:16 600:32 1.2K:64 --save-interval 100 --lr-warmup-iters 2"
+GROWS = (f"{STYLES['llama']} --seq-length-schedule 0:16 600:32 1.2K:64 --save-interval 100 --lr-warmup-iters 2 "
+         "--hidden-dropout 0.1")
 SAME = ("iteration", "lm_loss", "grad_norm", "learning_rate", "seq_length", "global_batch_size", "first_sample",
         "consumed_samples", "consumed_tokens")
 
