@@ -108,7 +108,7 @@ def test_evaluation() -> None:
 
 def reading_errors() -> tuple[float, bool]:
     """On a rank: the largest change of a token's loss when a text is read in chunks, and whether texts are equal."""
-    run = Case("reading", 1, CHUNK, "gpt2").run()
+    run = Case("reading", 1, f"{CHUNK} --attention-head-groups 2", "gpt2").run()
     model = build_model(run, ParallelMesh.build(run.parallel), dtype=torch.float64)
     load_full(model, random_weights(run))
     text = batch(run)[0][0, :54]  # three chunks and a part of one
