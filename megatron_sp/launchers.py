@@ -77,6 +77,7 @@ OTHER_LAUNCHERS = (
              ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), ("PMI_ID",)),
     Launcher("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",),
              (), ("SLURM_JOB_ID", "SLURM_JOBID"), ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
+    Launcher("a launcher with PMIx", ("PMIX_RANK",), ()),
 )
 
 
@@ -101,7 +102,8 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
     """
     claims = [claim for launcher in OTHER_LAUNCHERS if (claim := _read(launcher, variables)) is not None]
     other = _most_trusted(claims)
-    own = _read(TORCHRUN, variables) if variables.get("RANK") or other is None else None
+    own = _read(TORCHRUN, variables)
+    _refuse_halves(own, claims, variables)
     claim = own or other
     if claim is None:
         return Environment()
@@ -148,17 +150,40 @@ def _number(name: str, text: str) -> int:
                           "torchrun.") from None
 
 
+def _refuse_halves(own: _Claim | None, claims: list[_Claim], variables: Mapping[str, str]) -> None:
+    """Refuse a rank without a size, a size without a rank, or a local rank alone: the process would train alone.
+
+    Half of the variables of one launcher is no mistake where another one says the whole: PMIx sets a rank and never a
+    size, and an mpirun passes on what Slurm says about the mpirun.
+    """
+    if own is not None and "TORCHELASTIC_RUN_ID" in variables:
+        return
+    known = [claim for claim in (own, *claims) if claim is not None]
+    for launcher in (TORCHRUN, *OTHER_LAUNCHERS):
+        rank, size = _first(launcher.rank, variables), _first(launcher.size, variables)
+        local = _first(launcher.local_rank, variables)
+        if launcher.program == "srun":
+            if not rank:    # a shell in an allocation has SLURM_NTASKS; only a task of srun has the size of a step
+                local, size = "", size if size == "SLURM_STEP_NUM_TASKS" and variables[size] != "1" else ""
+            elif not size and variables[rank] == "0" and not _first(STEP, variables):
+                continue    # this is the batch script of a job that was submitted without --ntasks
+        found = rank or size or local
+        if not found or rank and size or launcher is not TORCHRUN and any(
+                claim.size > 1 or str(claim.rank if rank else claim.size) == variables[found] for claim in known):
+            continue
+        if launcher is TORCHRUN and not rank and known:
+            continue        # somebody exported WORLD_SIZE or LOCAL_RANK; ``_refuse_contradiction`` compares the sizes
+        names = ((launcher.rank, rank), (launcher.size or ("the number of processes",), size))
+        missing = " and ".join(of[0] for of, name in names if not name) + (" is" if rank or size else " are")
+        raise ConfigError(f"{found}={variables[found]} is set but {missing} not, so this process does not know its "
+                          f"place among others. Start with torchrun, or unset {found} for one plain process.")
+
+
 def _read(launcher: Launcher, variables: Mapping[str, str]) -> _Claim | None:
-    """Return what this launcher's variables say; None where it did not start the process."""
+    """Return what this launcher's variables say; None where they do not give both rank and number of processes."""
     rank_name, size_name = _first(launcher.rank, variables), _first(launcher.size, variables)
-    if not rank_name and (not size_name or launcher is not TORCHRUN):
-        return None     # only SLURM_NTASKS is set: the shell of an allocation, in which users start single processes
-    if not size_name and launcher.program == "srun":
-        return None     # this is the batch script of a job that was submitted without --ntasks
     if not rank_name or not size_name:
-        found, missing = (rank_name, launcher.size[0]) if rank_name else (size_name, launcher.rank[0])
-        raise ConfigError(f"{found} is set but {missing} is not, so this process does not know its place among others. "
-                          f"Start with torchrun, or unset {found} for one plain process.")
+        return None
     rank, size = _number(rank_name, variables[rank_name]), _number(size_name, variables[size_name])
     if not 0 <= rank < size:
         raise ConfigError(f"{rank_name}={rank} must be at least 0 and below {size_name}={size}.")

@@ -25,6 +25,9 @@ def test_no_launcher_is_one_process() -> None:
     assert read_environment({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4"}) == Environment(0, 1, 0), "an interactive shell"
     assert read_environment({"SLURM_PROCID": "0", "SLURM_JOB_ID": "77"}) == Environment(0, 1, 0), "a batch script"
     assert read_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).world_size == 1
+    assert read_environment({"SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}).world_size == 1, "SLURM_PROCID was unset"
+    one = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}
+    assert read_environment(one).world_size == 1
 
 
 def test_torchrun() -> None:
@@ -45,10 +48,11 @@ def test_torchrun() -> None:
     (SRUN, Environment(3, 4, 1, 0, "node1", 29500)),
     (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, Environment(3, 4, 1, 0, "node1", 29500)),
     (BATCH | OMPI, Environment(1, 4, 1, 2, "node1", 29500)),
+    (SRUN | {"PMIX_RANK": "3"}, Environment(3, 4, 1, 0, "node1", 29500)),
     (SRUN | {"RANK": "3", "WORLD_SIZE": "4"}, Environment(3, 4, 1, 0, "node1", 29500)),
     (SRUN | {"WORLD_SIZE": "4"}, Environment(3, 4, 1, 0, "node1", 29500)),
-], ids=["open mpi", "mvapich", "mpich", "srun", "srun with pmi", "mpirun in a batch script", "exported rank",
-        "exported size"])
+], ids=["open mpi", "mvapich", "mpich", "srun", "srun with pmi", "mpirun in a batch script", "srun with pmix",
+        "exported rank", "exported size"])
 def test_other_launchers(variables: dict[str, str], expected: Environment) -> None:
     assert read_environment(variables | MEET) == expected
 
@@ -66,13 +70,24 @@ def test_ranks_of_one_node_derive_where_they_meet(variables: dict[str, str]) -> 
 
 
 @pytest.mark.parametrize("variables, said", [
-    ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"), ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
+    ({"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is not"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not"),
+    ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set but RANK and WORLD_SIZE are not"),
+    ({"SLURM_PROCID": "5", "SLURM_JOB_ID": "77"}, "SLURM_PROCID=5 is set but SLURM_STEP_NUM_TASKS is not"),
+    ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "SLURM_PROCID=0 is set but SLURM_STEP_NUM_TASKS is not"),
+    ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0"}, "SLURM_STEP_NUM_TASKS=4 is set but SLURM_PROCID is not"),
+    ({"SLURM_PROCID": "5", "RANK": "0", "WORLD_SIZE": "1"}, "SLURM_PROCID=5 is set but SLURM_STEP_NUM_TASKS is not"),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 is set but OMPI_COMM_WORLD_RANK is not"),
+    ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "OMPI_COMM_WORLD_LOCAL_RANK=1 is set but OMPI_COMM_WORLD_RANK and OMPI_COMM"),
+    ({"PMI_SIZE": "4"}, "PMI_SIZE=4 is set but PMI_RANK is not"),
+    ({"MV2_COMM_WORLD_RANK": "1"}, "MV2_COMM_WORLD_RANK=1 is set but MV2_COMM_WORLD_SIZE is not"),
+    ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is set but the number of processes is not"),
     (MEET | {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be at least 0 and below WORLD_SIZE=2"),
     (MEET | {"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is not a whole number"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "without MASTER_ADDR and MASTER_PORT the ranks cannot meet"),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, "without MASTER_PORT"),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be"),
-    ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set but OMPI_COMM_WORLD_SIZE is not"),
+    ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK=0 is set but OMPI_COMM_WORLD_SIZE is not"),
     ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "rank 1 of 2, but without MASTER_ADDR and MASTER_PORT"),
     (MEET | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1:29500"},
      "Set MASTER_ADDR=node1 and MASTER_PORT=29500"),
