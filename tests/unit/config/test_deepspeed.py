@@ -40,6 +40,16 @@ def read(tmp_path: Path, config: Any, flags: str = "") -> Parsed:
     ({"gradient_accumulation_steps": 8}, "", "train.gradient_accumulation_steps", 8),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "", "precision.grad_reduce_in_bf16", True),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "", "memory.offload_optimizer", True),
+    ({"zero_optimization": {"cpu_offload": True}}, "", "memory.offload_optimizer", True),
+    ({"zero_optimization": {"offload_optimizer": {"device": "auto"}}}, "", "memory.offload_optimizer", False),
+    ({"zero_optimization": {"offload_optimizer": {"device": "auto"}}}, "--offload-optimizer",
+     "memory.offload_optimizer", True),
+    ({"zero_optimization": True}, "", "parallel.zero_stage", 1),
+    ({"zero_optimization": False}, "--zero-stage 1", "parallel.zero_stage", 0),
+    ({"zero_optimization": "auto"}, "--zero-stage 2", "parallel.zero_stage", 2),
+    ({"gradient_clipping": "auto"}, "--clip-grad 3", "optimizer.clip_grad", 3.0),
+    ({"fp16": {"enabled": True, "loss_scale": "auto"}}, "--loss-scale 12", "precision.loss_scale", 12.0),
+    ({"fp16": {"enabled": True, "hysteresis": "auto"}}, "--hysteresis 5", "precision.hysteresis", 5),
 ])
 def test_keys_that_set_fields(tmp_path: Path, config: dict[str, Any], flags: str, key: str, value: Any) -> None:
     parsed = read(tmp_path, config, flags)
@@ -56,6 +66,9 @@ def test_keys_that_set_fields(tmp_path: Path, config: dict[str, Any], flags: str
                                                                                "65536")),
     ({"steps_per_print": 9, "wall_clock_breakdown": False, "gradient_clipping": 1}, "",
      ("steps_per_print, wall_clock_breakdown", "no effect")),
+    ({"zero_optimization": {"overlap_comm": True, "offload_optimizer": {"device": "none", "ratio": 1}},
+      "fp16": {"auto_cast": True}, "gradient_clipping": 1}, "",
+     ("zero_optimization.overlap_comm", "fp16.auto_cast", "zero_optimization.offload_optimizer.ratio", "no effect")),
 ])
 def test_one_note_says_what_counts(tmp_path: Path, config: dict[str, Any], flags: str, parts: tuple[str, ...]) -> None:
     parsed = read(tmp_path, config, flags)
@@ -70,6 +83,20 @@ def test_one_note_says_what_counts(tmp_path: Path, config: dict[str, Any], flags
     ({"zero_optimization": {"stage": "two"}}, "", "must be a whole number of 0 or more"),
     ({"curriculum_learning": {"enabled": True}}, "", "curriculum_learning.enabled true in"),
     ({"data_types": {"grad_accum_dtype": "fp16"}}, "", "use fp32 or bf16"),
+    ({"zero_optimization": 1}, "", "zero_optimization of"),
+    ({"fp16": True}, "", 'is true; it must be an object such as {"enabled": true}'),
+    ({"bf16": "yes"}, "", 'is "yes"; it must be an object'),
+    ({"data_types": ["fp32"]}, "", "data_types of"),
+    ({"zero_optimization": {"offload_optimizer": "cpu"}}, "",
+     'is "cpu"; it must be an object such as {"device": "cpu"}'),
+    ({"zero_optimization": {"offload_param": True}}, "", "zero_optimization.offload_param of"),
+    ({"zero_optimization": {"cpu_offload": "yes"}}, "", "zero_optimization.cpu_offload of"),
+    ({"curriculum_learning": True}, "", "curriculum_learning of"),
+    ({"amp": {"enabled": "yes"}}, "", "amp.enabled of"),
+    ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, "",
+     "compression_training.weight_quantization.shared_parameters.enabled true in"),
+    ({"sparse_attention": {"mode": "fixed"}}, "", "sparse_attention in"),
+    ('{"gradient_clipping": Infinity}', "", "gradient_clipping of"),
     ("{,}", "", "cannot be read as JSON"),
     ("[]", "", "holds no JSON object"),
 ])
@@ -98,3 +125,8 @@ def test_a_batch_that_deepspeed_refuses(tmp_path: Path, keys: tuple[int, int, in
 
 def test_a_section_that_is_off_is_accepted(tmp_path: Path) -> None:
     assert read(tmp_path, {"curriculum_learning": {"enabled": False}, "amp": {"enabled": False}}).problems == []
+
+
+def test_clipping_that_follows_the_flag_has_no_note(tmp_path: Path) -> None:
+    parsed = read(tmp_path, {"gradient_clipping": "auto"})
+    assert parsed.problems == [] and not [note for note in parsed.notes if "clip" in note]

@@ -7,6 +7,7 @@ flags decide about the batch. Where both speak, that order holds here too, and a
 from __future__ import annotations
 
 import json
+import math
 import os
 from typing import Any
 
@@ -35,6 +36,11 @@ REFUSED_SECTIONS = {
     "sparse_attention": "sparse attention has flags, see --attention-pattern",
     "autotuning": "tools/plan.py looks for a layout instead",
 }
+#: Sections that set fields, and the keys of them that do.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "zero_optimization": ("stage", "cpu_offload", "offload_optimizer", "offload_param"),
+    "fp16": ("enabled", "loss_scale", "initial_scale_power", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    "bf16": ("enabled",), "bfloat16": ("enabled",), "data_types": ("grad_accum_dtype",)}
 #: Keys that set fields; the functions below read them.
 HONOURED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
             "zero_optimization", "fp16", "bf16", "bfloat16", "data_types"}
@@ -46,13 +52,18 @@ def translate_deepspeed(claims: Claims) -> None:
         if FILE in claims.given:
             claims.notes.append("--deepspeed_config has no effect without --deepspeed: the flags decide.")
         return
-    config = _read_file(claims)
+    config = _checked_sections(_read_file(claims), claims)
     _refuse_sections(config, claims)
     _sharding(config, claims)
     _precision(config, claims)
     _batch(config, claims)
     _clipping(config, claims)
     others = sorted(key for key in config if key not in HONOURED and key not in REFUSED_SECTIONS)
+    others += [f"{name}.{key}" for name, known in SECTIONS.items() for key in _section(config, name)
+               if key not in known]
+    for name in ("offload_optimizer", "offload_param"):
+        others += [f"zero_optimization.{name}.{key}" for key in _section(_section(config, "zero_optimization"), name)
+                   if key != "device"]
     if others:
         claims.notes.append(f"Keys of {_file(claims)} that have no effect here: {', '.join(others)}.")
 
@@ -86,13 +97,52 @@ def _read_file(claims: Claims) -> dict[str, Any]:
     return config
 
 
+def _checked_sections(config: dict[str, Any], claims: Claims) -> dict[str, Any]:
+    """Return the file's object with an object for each section, and name the sections that are none.
+
+    A section that is null or "auto" is left out, so that the flags decide. true and false for ``zero_optimization`` are
+    an old spelling of the stages 1 and 0.
+    """
+    config = dict(config)
+    if isinstance(config.get("zero_optimization"), bool):
+        config["zero_optimization"] = {"stage": int(config["zero_optimization"])}
+    cures = dict.fromkeys((*SECTIONS, *REFUSED_SECTIONS), '{"enabled": true} or {"enabled": false}')
+    cures |= {"zero_optimization": '{"stage": 2}', "data_types": '{"grad_accum_dtype": "fp32"}'}
+    _keep_objects(config, cures, "", claims)
+    if "zero_optimization" in config:
+        zero = config["zero_optimization"] = dict(config["zero_optimization"])
+        _keep_objects(zero, dict.fromkeys(("offload_optimizer", "offload_param"), '{"device": "cpu"}'),
+                      "zero_optimization.", claims)
+    return config
+
+
+def _keep_objects(config: dict[str, Any], cures: dict[str, str], prefix: str, claims: Claims) -> None:
+    """Remove each named section that is no object; null and "auto" leave the choice to the flags, others are refused.
+
+    Args:
+        cures: section -> an object that it might hold.
+        prefix: what stands before the section's name in a message.
+    """
+    for name, cure in cures.items():
+        if name not in config or isinstance(config[name], dict):
+            continue
+        value = config.pop(name)
+        if value not in (None, "auto"):
+            claims.problems.append(f"{prefix}{name} of {_file(claims)} is {json.dumps(value)}; it must be an object "
+                                   f"such as {cure}.")
+
+
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}
+    section: dict[str, Any] = config.get(name, {})
+    return section
 
 
-def _value(config: dict[str, Any], path: str, claims: Claims, kind: type = float) -> Any:
-    """Return the number (or, with ``bool``, the truth) under a dotted key; None where it is absent or "auto"."""
+def _value(config: dict[str, Any], path: str, claims: Claims, kind: type = float, prefix: str = "") -> Any:
+    """Return the number (or, with ``bool``, the truth) under a dotted key; None where it is absent or "auto".
+
+    Args:
+        prefix: what stands before the path in a message.
+    """
     *sections, key = path.split(".")
     for name in sections:
         config = _section(config, name)
@@ -101,11 +151,12 @@ def _value(config: dict[str, Any], path: str, claims: Claims, kind: type = float
         return None
     if kind is bool:
         if not isinstance(value, bool):
-            claims.problems.append(f"{path} of {_file(claims)} is {value!r}; it must be true or false.")
+            claims.problems.append(f"{prefix}{path} of {_file(claims)} is {value!r}; it must be true or "
+                                   "false.")
             return None
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (
-            kind is int and value != int(value)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(
+            value) or value < 0 or (kind is int and value != int(value)):
         claims.problems.append(f"{path} of {_file(claims)} is {value!r}; it must be a "
                                f"{'whole ' if kind is int else ''}number of 0 or more, or \"auto\".")
         return None
@@ -120,8 +171,20 @@ def _name(path: str, value: Any, claims: Claims) -> str:
 
 def _refuse_sections(config: dict[str, Any], claims: Claims) -> None:
     for name, reason in REFUSED_SECTIONS.items():
-        if _section(config, name).get("enabled") is True:
-            claims.problems.append(f"{name}.enabled true in {_file(claims)}: {reason}; set it to false.")
+        section = _section(config, name)
+        if section and _value(section, "enabled", claims, bool, f"{name}.") is not False and (
+                name == "sparse_attention" or (path := _turned_on(section, name))):
+            said = f"{path}.enabled true" if name != "sparse_attention" else name
+            claims.problems.append(f"{said} in {_file(claims)}: {reason}; "
+                                   f"{'leave it out' if name == 'sparse_attention' else 'set it to false'}.")
+
+
+def _turned_on(section: dict[str, Any], path: str) -> str:
+    """Return the path of the first object in a section, itself included, whose "enabled" is true, or ""."""
+    if section.get("enabled") is True:
+        return path
+    return next((found for key, value in section.items() if isinstance(value, dict)
+                 and (found := _turned_on(value, f"{path}.{key}"))), "")
 
 
 def _sharding(config: dict[str, Any], claims: Claims) -> None:
@@ -132,16 +195,19 @@ def _sharding(config: dict[str, Any], claims: Claims) -> None:
     elif stage is not None:
         _file_wins("parallel.zero_stage", "zero_optimization.stage", stage, claims)
     zero = _section(config, "zero_optimization")
-    device = str(_section(zero, "offload_optimizer").get("device", "cpu" if zero.get("cpu_offload") else "none"))
-    if device not in ("none", "cpu", "nvme"):
+    on_host = _value(config, "zero_optimization.cpu_offload", claims, bool)
+    device = str(_section(zero, "offload_optimizer").get("device") or ("cpu" if on_host else "none"))
+    if device == "auto":
+        pass        # --offload-optimizer decides
+    elif device not in ("none", "cpu", "nvme"):
         claims.problems.append(f"zero_optimization.offload_optimizer.device of {_file(claims)} is {device!r}; it must "
-                               "be none, cpu or nvme.")
+                               "be none, cpu, nvme or auto.")
     elif device != "none":
         claims.claim("memory.offload_optimizer", True, f"offload_optimizer in {_file(claims)}")
         if device == "nvme":
             claims.notes.append(f"{_name('offload_optimizer.device', device, claims)}: optimizer states are kept in "
                                 "host memory instead.")
-    if str(_section(zero, "offload_param").get("device", "none")) != "none":
+    if _section(zero, "offload_param").get("device") not in (None, "none", "auto"):
         claims.notes.append(f"offload_param in {_file(claims)}: parameters stay on the devices; ZeRO stage 3 shards "
                             "them.")
 
@@ -183,10 +249,14 @@ def _precision(config: dict[str, Any], claims: Claims) -> None:
 
 def _loss_scale(config: dict[str, Any], claims: Claims) -> None:
     """Take the loss scale from the file, else DeepSpeed's default; under --deepspeed its flags have no effect."""
-    silenced = [f"{flag} {claims.claimed(key):g}" for key, flag in LOSS_SCALE_FLAGS.items() if claims.values.get(key)]
+    names = {"precision.initial_loss_scale": "initial_scale_power"}
+    of_flags = {key: claims.claimed(key) for key in LOSS_SCALE_FLAGS if claims.values.get(key) and _section(
+        config, "fp16").get(names.get(key, key.partition(".")[2])) == "auto"}     # "auto": the flag decides
+    silenced = [f"{flag} {claims.claimed(key):g}" for key, flag in LOSS_SCALE_FLAGS.items()
+                if claims.values.get(key) and key not in of_flags]
     for key in LOSS_SCALE_FLAGS:
         claims.values.pop(key, None)
-    static = _value(config, "fp16.loss_scale", claims)
+    static = _value(config, "fp16.loss_scale", claims) or of_flags.get("precision.loss_scale")
     scale = dict(DYNAMIC_SCALE)
     for key, name, kind in (("min_loss_scale", "min_loss_scale", float), ("hysteresis", "hysteresis", int),
                             ("loss_scale_window", "loss_scale_window", int)):
@@ -195,7 +265,10 @@ def _loss_scale(config: dict[str, Any], claims: Claims) -> None:
     power = _value(config, "fp16.initial_scale_power", claims, int)
     if power is not None:
         scale["precision.initial_loss_scale"] = 2.0**min(power, 127)
-    scale["precision.min_loss_scale"] = min(scale["precision.min_loss_scale"], scale["precision.initial_loss_scale"])
+    scale |= {key: value for key, value in of_flags.items() if key in scale}
+    if "precision.min_loss_scale" not in of_flags:
+        scale["precision.min_loss_scale"] = min(scale["precision.min_loss_scale"],
+                                                scale["precision.initial_loss_scale"])
     if static:
         scale = {"precision.loss_scale": static}
     for key, value in scale.items():
@@ -228,7 +301,7 @@ def _clipping(config: dict[str, Any], claims: Claims) -> None:
     value = _value(config, "gradient_clipping", claims)
     if value is not None:
         _file_wins("optimizer.clip_grad", "gradient_clipping", value, claims)
-    elif config and claims.claimed("optimizer.clip_grad", 1.0):
+    elif config and config.get("gradient_clipping") is None and claims.claimed("optimizer.clip_grad", 1.0):
         claims.notes.append(f"{_file(claims)} has no gradient_clipping, so DeepSpeed would not clip; here --clip-grad "
                             f"{claims.claimed('optimizer.clip_grad', 1.0):g} clips. Give --clip-grad 0 for no "
                             "clipping.")
