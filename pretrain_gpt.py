@@ -4,13 +4,19 @@ Flags are Megatron's; ``--help`` lists them. Mistakes in them are reported befor
 prints what a run will do and need, and starts nothing.
 """
 
+import sys
 import time
+from pathlib import Path
 
-from megatron_sp.checkpoint.checkpoint_args import with_checkpoint_args
-from megatron_sp.config.cli.plan_flags import split_plan_flags
-from megatron_sp.config.load import load_run
-from megatron_sp.runtime import launch_environment, planning_environment, run_program
-from megatron_sp.train.signals import StopSignals
+CHECKOUT = str(Path(__file__).resolve().parent)
+if CHECKOUT not in sys.path:    # Python leaves the script's directory out with -P, -I or PYTHONSAFEPATH
+    sys.path.insert(0, CHECKOUT)
+
+from megatron_sp.checkpoint.checkpoint_args import with_checkpoint_args  # noqa: E402
+from megatron_sp.config.cli.plan_flags import split_plan_flags  # noqa: E402
+from megatron_sp.config.load import load_run  # noqa: E402
+from megatron_sp.runtime import launch_environment, planning_environment, run_program  # noqa: E402
+from megatron_sp.train.signals import StopSignals  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
