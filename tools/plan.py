@@ -40,8 +40,7 @@ examples:
   python tools/plan.py --devices 8 --device H100 --max-seq-length --model-preset llama3-8b --bf16 --output launch.sh
 """
 #: Flags that every run must have but that change no plan; the tool adds them, so users need not type them.
-FILLED_IN = {"--lr": "1e-4", "--train-iters": "1", "--global-batch-size": "1", "--seq-length": "4096",
-             "--vocab-size": "128256"}
+FILLED_IN = {"--lr": "1e-4", "--train-iters": "1", "--global-batch-size": "1", "--vocab-size": "128256"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,6 +69,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def given_flags(words: list[str]) -> set[str]:
+    """Return the names of the flags in a command line."""
+    return {word.split("=", 1)[0].replace("_", "-") for word in words if word.startswith("--")}
+
+
+def missing_flags(words: list[str]) -> list[str]:
+    """Return the flags, with values, that a run must have besides these and a sequence length."""
+    given = given_flags(words)
+    filled = [part for flag, value in FILLED_IN.items() if flag not in given and not (
+        flag == "--train-iters" and "--train-samples" in given) for part in (flag, value)]
+    if not given & {"--max-position-embeddings", "--position-embedding-type", "--model-preset"}:
+        filled += ["--position-embedding-type", "rope"]
+    return filled
+
+
 def read_base(words: list[str]) -> Run:
     """Return the run that the flags describe, on one process and with its vocabulary sizes filled in.
 
@@ -79,12 +93,9 @@ def read_base(words: list[str]) -> Run:
     Raises:
         ConfigError: some of these flags are wrong.
     """
-    given = {word.split("=", 1)[0].replace("_", "-") for word in words}
-    filled = [part for flag, value in FILLED_IN.items() if flag not in given and not (
-        flag == "--train-iters" and "--train-samples" in given or
-        flag == "--seq-length" and has_schedule(words)) for part in (flag, value)]
-    if "--max-position-embeddings" not in given and "--position-embedding-type" not in given:
-        filled += [] if "--model-preset" in given else ["--position-embedding-type", "rope"]
+    filled = missing_flags(words)
+    if not given_flags(words) & {"--seq-length", "--seq-length-schedule"}:
+        filled += ["--seq-length", "4096"]
     run, _ = load_run([*words, *filled, "--mock-data", "--tokenizer-type", "NullTokenizer"], 1, files=False)
     return planned_run(with_vocab(run, run.model.vocab_size))
 
@@ -101,29 +112,41 @@ def table(plans: list[Candidate], device: Device) -> str:
                               f"{100 * USABLE:.0f}%)"])
 
 
-def launch_script(plan: Candidate, words: list[str], devices_per_node: int) -> str:
-    """Return a script that starts the plan on one node, or the SETTINGS of examples/slurm_pretrain.sh for several."""
+def launch_script(plan: Candidate, words: list[str], device: Device, devices_per_node: int) -> str:
+    """Return a script that starts the plan on one node, or the SETTINGS of examples/slurm_pretrain.sh for several.
+
+    It starts as it is, with made-up data, and with the values of ``FILLED_IN`` for flags that are missing.
+    """
+    missing = missing_flags(words)
     if has_schedule(words):
         model = words
     else:
         kept = _without(words, {"--seq-length", "--max-position-embeddings"})
         model = [*kept, "--seq-length", str(plan.length), "--max-position-embeddings", str(plan.length)]
-    arrays = [f"MODEL=({shlex.join(model)})", "TRAINING=()  # learning rate, iterations, evaluation",
+    arrays = [f"MODEL=({shlex.join(model)})",
+              f"TRAINING=({shlex.join(missing)})  # choose learning rate, iterations, evaluation",
               f"PARALLEL=({shlex.join(plan.flags)})",
-              "DATA=(--mock-data)  # --data-path PREFIX and the tokenizer's flags"]
-    world = plan.run.parallel.world_size
+              "DATA=(--mock-data --tokenizer-type NullTokenizer)  # --data-path PREFIX and your tokenizer's flags"]
+    world, python = plan.run.parallel.world_size, shlex.quote(sys.executable)
     if world > devices_per_node:
         nodes = -(-world // devices_per_node)
-        return "\n".join([f"# SETTINGS=THIS_FILE sbatch --nodes {nodes} --ntasks-per-node {devices_per_node} "
-                          "examples/slurm_pretrain.sh", *arrays, ""])
-    command = 'pretrain_gpt.py "${MODEL[@]}" "${TRAINING[@]}" "${PARALLEL[@]}" "${DATA[@]}" "$@"'
-    start = "python" if world == 1 else f"torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node {world}"
-    return "\n".join(["#!/usr/bin/env bash", "set -euo pipefail", *arrays, f"{start} {command}", ""])
+        tasks = world // nodes if world % nodes == 0 else devices_per_node
+        return "\n".join([f"# SETTINGS=THIS_FILE sbatch --nodes {nodes} --ntasks-per-node {tasks} "
+                          "examples/slurm_pretrain.sh", *arrays,
+                          f"NODES=${{NODES:-{nodes}}} NPROC=${{NPROC:-{tasks}}} DEVICE=${{DEVICE:-{device.name}}}",
+                          f'if [ ! -x "$PYTHON" ]; then PYTHON={python}; fi', ""])
+    script = CHECKOUT / "pretrain_gpt.py"
+    program = shlex.quote(str(script)) if script.is_file() else "-m pretrain_gpt"
+    start = "" if world == 1 else (
+        f"-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node {world} ")
+    return "\n".join(["#!/usr/bin/env bash", "set -euo pipefail", f"PYTHON=${{PYTHON:-{python}}}", *arrays,
+                      f'"$PYTHON" {start}{program} "${{MODEL[@]}}" "${{TRAINING[@]}}" "${{PARALLEL[@]}}" '
+                      '"${DATA[@]}" "$@"', ""])
 
 
 def has_schedule(words: list[str]) -> bool:
     """Return whether the flags of a run say that its sequences grow."""
-    return any(word.split("=", 1)[0].replace("_", "-") == "--seq-length-schedule" for word in words)
+    return "--seq-length-schedule" in given_flags(words)
 
 
 def _without(words: list[str], flags: set[str]) -> list[str]:
@@ -194,7 +217,7 @@ def main(argv: list[str]) -> int:
         print("\n".join([reason(plans[0], plans[1:], longest=own.max_seq_length), *best[0].memory.notes]))
     if own.output:
         with complete_file(own.output, "--output") as file:
-            file.write(launch_script(best[0], words, own.devices_per_node).encode("utf-8"))
+            file.write(launch_script(best[0], words, device, own.devices_per_node).encode("utf-8"))
         print(f"wrote {own.output}", file=sys.stderr)
     if own.plot:
         draw(best[0], device, own.plot)
