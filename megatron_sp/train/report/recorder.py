@@ -56,7 +56,7 @@ class Recorder:
         if is_writer:
             self.metrics = _open_metrics(run, state)
             self.tensorboard = open_tensorboard(run, state)
-            self.wandb = open_wandb(run)
+            self.wandb = open_wandb(run, state)
             for note in self.metrics.notes if self.metrics is not None else ():
                 self.say(note)
 

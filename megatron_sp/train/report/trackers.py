@@ -11,6 +11,9 @@ from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import ConfigError
 from megatron_sp.train.checkpoints.state import TrainState
 
+#: File beside the checkpoints with the id of the run on Weights & Biases.
+WANDB_ID = "wandb_run_id"
+
 
 class TensorBoard:
     """Write each value twice: by iteration, and by consumed samples as ``NAME vs samples``.
@@ -63,22 +66,35 @@ def open_tensorboard(run: Run, state: TrainState) -> TensorBoard | None:
                        (state.iteration, state.consumed_samples) if makes_steps_again else None)
 
 
-def open_wandb(run: Run) -> Any:
-    """Start a Weights & Biases run, if ``--wandb-project`` is given.
+def open_wandb(run: Run, state: TrainState) -> Any:
+    """Start a Weights & Biases run, or continue the one of ``--save``, if ``--wandb-project`` is given.
+
+    The run's id is in ``SAVE/wandb_run_id``. A training that starts at iteration 0 is a new run and replaces the id.
 
     Raises:
-        ConfigError: its directory cannot be created.
+        ConfigError: its directory or the file with its id cannot be written.
     """
-    flags = run.logging
+    flags, save = run.logging, run.checkpoint.save
     if not flags.wandb_project:
         return None
     import wandb
 
-    directory = flags.wandb_save_dir or str(Path(run.checkpoint.save or ".") / "wandb")
+    directory = flags.wandb_save_dir or str(Path(save or ".") / "wandb")
+    id_file = Path(save) / WANDB_ID if save else None
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
+        known = id_file.read_text().strip() if id_file and state.iteration and id_file.is_file() else ""
     except OSError as error:
         raise ConfigError(f"the Weights & Biases directory {directory} cannot be made ({error.strerror}); give "
                           "--wandb-save-dir a directory with write permission") from None
-    return wandb.init(project=flags.wandb_project, name=flags.wandb_exp_name or None,
-                      entity=flags.wandb_entity or None, dir=directory, config=to_dict(run))
+    started = wandb.init(project=flags.wandb_project, name=flags.wandb_exp_name or None,
+                         entity=flags.wandb_entity or None, dir=directory, config=to_dict(run), id=known or None,
+                         resume="allow")
+    if id_file and started.id != known:
+        try:
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(f"{started.id}\n")
+        except OSError as error:
+            raise ConfigError(f"{id_file} cannot be written ({error.strerror}); give --save a directory with write "
+                              "permission and free space") from None
+    return started

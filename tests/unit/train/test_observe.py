@@ -9,7 +9,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megatron_sp.train.report.metrics_file import read_metrics
 from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.step_report import Interval, StepReport, log_line
 from megatron_sp.train.report.timers import Timers
-from megatron_sp.train.report.trackers import open_tensorboard
+from megatron_sp.train.report.trackers import open_tensorboard, open_wandb
 from tests.helpers.configs import tiny_run
 
 CPU = torch.device("cpu")
@@ -208,6 +209,8 @@ def test_trackers_get_every_metric_also_when_evaluation_and_logging_meet(
             points[name, step] = value
 
     class Wandb(ModuleType):
+        id = "x"
+
         def init(self, **settings: object) -> Wandb:
             assert settings["project"] == "p" and settings["name"] == "n"
             return self
@@ -304,3 +307,21 @@ def test_tensorboard_gets_throughput_and_times_when_asked(tmp_path: Path, flags:
     points.clear()
     recorder.step(replace(STEP, lm_loss=math.nan, num_valid=0), 8)
     assert "lm loss" not in points and "learning-rate" in points
+
+
+def test_a_resumed_run_continues_on_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for wandb that gives each new run another id."""
+    asked: list[str | None] = []
+
+    def init(*, id: str | None, resume: str, **_: Any) -> SimpleNamespace:
+        assert resume == "allow"
+        asked.append(id)
+        return SimpleNamespace(id=id or f"run{len(asked)}")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    run = tiny_run(f"--num-layers 1 --hidden-size 8 --num-attention-heads 1 --save {tmp_path}/save --save-interval 9 "
+                   f"--wandb-project p --wandb-save-dir {tmp_path}/files".split())
+    for iteration in (0, 4, 8, 0, 4):
+        open_wandb(run, TrainState(iteration))
+    open_wandb(replace(run, checkpoint=replace(run.checkpoint, save="")), TrainState(4))
+    assert asked == [None, "run1", "run1", None, "run4", None]
