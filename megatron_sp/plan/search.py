@@ -18,8 +18,11 @@ from megatron_sp.layout.sequence_split import split_sequence
 from megatron_sp.plan.devices import GIB, Device
 from megatron_sp.plan.memory import MemoryPlan, predict
 from megatron_sp.plan.report import longest_sequence, with_length
-from megatron_sp.plan.step_time import StepTime, predict_step_time
+from megatron_sp.plan.step_time import StepTime, bytes_between_nodes, predict_step_time
 from megatron_sp.plan.techniques import USABLE, Fit, cheapest, combinations, technique_flags
+
+#: Plans whose step times differ by at most this factor count as equally fast.
+NEAR = 1.01
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def search(base: Run, world_size: int, device: Device, devices_per_node: int, *,
         base: a resolved run with vocabulary sizes: model, sequence length, batch and precision. Its layout and memory
             techniques are ignored.
         longest: rank candidates by their longest sequence, and candidates of equal length by step time. Otherwise rank
-            them by step time at the base's length.
+            them by step time at the base's length, see ``by_step_time``.
     """
     found: list[Candidate] = []
     for layout in layouts(base, world_size, devices_per_node):
@@ -74,7 +77,22 @@ def search(base: Run, world_size: int, device: Device, devices_per_node: int, *,
             found.append(Candidate(fit.run, fit.memory, fit.time))
     if longest:
         return sorted(found, key=lambda each: (-each.length, each.time.total))
-    return sorted(found, key=lambda each: (each.time.total, each.memory.total))
+    return by_step_time(found, device, devices_per_node)
+
+
+def by_step_time(plans: list[Candidate], device: Device, devices_per_node: int) -> list[Candidate]:
+    """Return plans by step time; of those within ``NEAR`` of the fastest, one that needs less memory comes first.
+
+    Predictions are not exact enough to tell such plans apart, while memory that is left over and groups that stay
+    inside a node are of use. Memory is compared in GiB, and equal memory by the bytes that a rank sends between nodes.
+    """
+    left, ordered = sorted(plans, key=lambda each: each.time.total), []
+    while left:
+        near = [each for each in left if each.time.total <= NEAR * left[0].time.total]
+        ordered += sorted(near, key=lambda each: (
+            round(each.memory.total / GIB), bytes_between_nodes(each.run, device, devices_per_node), each.time.total))
+        left = left[len(near):]
+    return ordered
 
 
 def _longest(run: Run, device: Device, devices_per_node: int) -> Fit | None:
@@ -141,7 +159,7 @@ def reason(best: Candidate, others: list[Candidate], *, longest: bool) -> str:
         gain = best.length / rival.length
         how = f"{100 * (gain - 1):.0f}% longer" if gain > 1.005 else "as long, in a shorter step"
         return f"Its longest sequence is {how} than that of the next layout ({' '.join(rival.flags) or 'no flags'})."
-    if rival.time.total < 1.01 * best.time.total:
+    if rival.time.total <= NEAR * best.time.total:
         less = (rival.memory.total - best.memory.total) / GIB
         return (f"Its step is as fast as that of the next layout ({' '.join(rival.flags) or 'no flags'}) within 1%"
                 + (f", and it needs {less:.1f} GiB less." if less > 0.05 else "."))

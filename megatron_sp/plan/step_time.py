@@ -91,6 +91,12 @@ def predict_step_time(run: Run, device: Device, devices_per_node: int = 8,
     return StepTime(compute, exposed, host, bubble, share * flops.train() / (peak * total))
 
 
+def bytes_between_nodes(run: Run, device: Device, devices_per_node: int) -> float:
+    """Return the bytes that the busiest rank sends in a step within groups that reach over several nodes."""
+    return sum(traffic.sent for traffic in step_traffic(run)
+               if _bandwidth(run, traffic, device, devices_per_node) == device.network_bandwidth)
+
+
 def _bandwidth(run: Run, traffic: Traffic, device: Device, devices_per_node: int) -> float:
     """Return the bandwidth of the slowest link that the ranks of a group use."""
     axes = VIEWS.get(traffic.axis, (traffic.axis,))
