@@ -180,6 +180,15 @@ def check_lengths(run: Run, needles: list[Needle], lengths: list[int]) -> None:
         raise ConfigError(f"--lengths {lengths[-1]} exceeds the model's {limit} learned positions")
 
 
+def beyond_training(run: Run, lengths: list[int]) -> str:
+    """Return a warning about texts that are longer than the sequences of the training, or "" where there are none."""
+    longer = [length for length in lengths if length > run.data.seq_length]
+    return "" if not longer else (
+        f"WARNING: --lengths {' '.join(map(str, longer))}: the model was trained with sequences of "
+        f"{run.data.seq_length} tokens, and often finds nothing in longer texts; train it with a longer "
+        "--seq-length, or read these results as a test of lengths that it has not seen.")
+
+
 def main(argv: list[str]) -> None:
     arguments = build_parser().parse_args(argv)
     lengths = check(arguments)
@@ -194,6 +203,8 @@ def main(argv: list[str]) -> None:
     run = replace(run, memory=replace(run.memory, sequence_chunk_size=chunk))
     needles = make_needles(run, arguments)
     check_lengths(run, needles, lengths)
+    if warning := beyond_training(run, lengths):
+        print(warning, file=sys.stderr, flush=True)
     texts = haystacks(IndexedDataset(arguments.data_path), lengths[-1], arguments.trials, run.model.vocab_size)
     model = load_model(for_device(run), arguments.load, arguments.ckpt_step)
     depths = [number / max(arguments.depths - 1, 1) for number in range(arguments.depths)]
