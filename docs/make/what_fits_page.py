@@ -64,7 +64,7 @@ INTRO = """# What fits
 **For whom:** you want to know how long a sequence your GPUs can train. **Afterwards** you know it for two models
 and four sets of devices, with the flags, and how to ask for yours.
 
-**No GPU has confirmed any figure on this page** ([what only a GPU can settle](../reference/gpu-claims.md)). All are
+**No GPU has run any plan of this page yet** ([what only a GPU can settle](../reference/gpu-claims.md)). All are
 plans from the flags alone, for bf16 with fp32 master weights, AdamW, and one sequence per step. They use at most
 92% of each memory. The 1.2B model is the GPT of the DeepSpeed-Ulysses paper (24 layers, hidden 2048), the 8B model
 has Llama-3-8B's shape. `A100-40` has 40 GiB, `H100` 80 GiB, `H200` 141 GB. A step's time is an estimate of the

@@ -94,3 +94,10 @@ def test_the_index_names_every_page() -> None:
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(index.read_text("utf-8"))}
     pages = {page.resolve() for page in ROOT.glob("docs/**/*.md")} - {index.resolve()}
     assert not pages - linked, "pages that docs/README.md does not name"
+
+
+def test_pages_with_figures_of_speed_or_memory_say_that_no_gpu_has_run_them() -> None:
+    figure = re.compile(r"\d (GiB|tokens/s|TFLOP/s)")
+    pages = [path for path in sorted((ROOT / "docs").rglob("*.md")) if figure.search(path.read_text())]
+    silent = [path.name for path in pages if "no gpu has run" not in " ".join(path.read_text().lower().split())]
+    assert pages and not silent
