@@ -7,13 +7,15 @@ Every attention core, every wrapper of one (Ulysses, ring) and every block of a 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from megatron_sp.layout.patterns.blocks import BlockPattern
 from megatron_sp.layout.patterns.choice import LayerAttention
 
 Range = tuple[int, int]
+T = TypeVar("T")
 
 #: What a mask may ask of an attention core beyond causal attention of s queries to the same s tokens. A core names in
 #: ``supports`` what it can do, and a run whose masks need more is refused before it starts.
@@ -98,12 +100,25 @@ class AttentionMask:
             blocks. Each layer adds its own; a layer has a window or a pattern.
         first_head: number, within the model, of the first query head that attention is given. Patterns whose heads
             differ need it; ``of_heads`` sets it on the rank that attends.
+        computed: what ``remember`` has computed. Masks made with ``within`` and ``of_heads`` share it.
     """
 
     documents: tuple[tuple[int, ...], ...] = ()
     window: int = 0
     pattern: BlockPattern | None = None
     first_head: int = 0
+    computed: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def remember(self, key: Any, compute: Callable[[], T]) -> T:
+        """Return what a function computes from the documents, the window and the key; compute it once for each of them.
+
+        All layers attend with the same documents. The mask travels with its microbatch, so that recomputation in
+        backward finds what forward computed, however many microbatches were begun in between.
+        """
+        whole_key = self.window, key
+        if whole_key not in self.computed:
+            self.computed[whole_key] = compute()
+        return self.computed[whole_key]  # type: ignore[no-any-return]
 
     @property
     def needs(self) -> frozenset[str]:
@@ -128,7 +143,7 @@ class AttentionMask:
         if not tokens:
             return self
         assert self.pattern is None
-        return replace(self, documents=tuple(
+        return replace(self, computed={}, documents=tuple(
             (0, *(start - tokens for start in starts if start > tokens)) for starts in self.documents))
 
     def ranges(self, row: int, within: Range) -> Iterator[Range]:

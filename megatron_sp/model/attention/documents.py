@@ -45,8 +45,6 @@ class DocumentAttention:
 
     def __init__(self, causal: Causal, windowed: Windowed, varlen: Varlen | None = None):
         self.causal, self.windowed, self.varlen = causal, windowed, varlen
-        # All layers attend with the same mask in turn, so its lengths are copied to the device once for all of them.
-        self._last: tuple[tuple[tuple[int, ...], ...], torch.Size, torch.Tensor, int] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         """q [b, s, n, d], k, v [b, s, g, d] -> o [b, s, n, d]"""
@@ -54,7 +52,9 @@ class DocumentAttention:
             return self.windowed(q, k, v, mask)
         row_q, row_k, row_v = (x.flatten(0, 1) for x in (q, k, v))  # [b, s, n, d] -> [b*s, n, d]
         if self.varlen is not None and len(row_q) < MOST_TOKENS:
-            how = (*self._cumulative(mask, q), mask.window)
+            batch, tokens = q.shape[:2]
+            how = (*mask.remember(("lengths", batch, tokens, q.device),
+                                  lambda: cumulative_lengths(mask, batch, tokens, q.device)), mask.window)
             return self.varlen(row_q, row_k, row_v, *how).unflatten(0, q.shape[:2])
         lengths = mask.lengths(*q.shape[:2])
         # One split and one concatenation, whose backward touches each token once. A slice for each document would
@@ -62,14 +62,11 @@ class DocumentAttention:
         parts = zip(*(x.unsqueeze(0).split(lengths, dim=1) for x in (row_q, row_k, row_v)))
         return torch.cat([self.causal(*part) for part in parts], dim=1).reshape(q.shape)
 
-    def _cumulative(self, mask: AttentionMask, q: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return the cumulative lengths of the documents, int32 on the device of q, and the longest length."""
-        last, shape = self._last, q.shape[:2]
-        if last is None or last[0] is not mask.documents or last[1] != shape or last[2].device != q.device:
-            lengths = torch.tensor([0, *mask.lengths(*shape)])
-            cumulative = send(lengths.cumsum(0, dtype=torch.int32), q.device)
-            last = self._last = mask.documents, shape, cumulative, int(lengths.max())
-        return last[2:]
+
+def cumulative_lengths(mask: AttentionMask, batch: int, tokens: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Return the cumulative lengths of the documents, int32 [documents + 1] on the device, and the longest length."""
+    lengths = torch.tensor([0, *mask.lengths(batch, tokens)])
+    return send(lengths.cumsum(0, dtype=torch.int32), device), int(lengths.max())
 
 
 def first_keys(mask: AttentionMask, batch: int, tokens: int) -> torch.Tensor:

@@ -89,16 +89,12 @@ class WindowAttention:
     def __init__(self, kernel: BlockKernel, once: Once = every_time):
         self.description = f"{kernel.description} (blocks of the window)"
         self.kernels, self.once = PieceKernels(kernel), once
-        # All layers with a window attend with the same mask in turn, so its places are sent to the device once.
-        self._last: tuple[AttentionMask, torch.Size, list[Places]] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         """Attend."""
-        last = self._last
-        if last is None or last[0].documents is not mask.documents or last[0].window != mask.window or (
-                last[1] != q.shape[:2]) or any(places.firsts.device != q.device for places in last[2]):
-            last = self._last = mask, q.shape[:2], places_of(mask, q.shape[0], q.shape[1], q.device)
-        return _WindowAttention.apply(q, k, v, self.kernels, last[2], self.once)
+        batch, tokens = q.shape[:2]
+        places = mask.remember(("places", batch, tokens, q.device), lambda: places_of(mask, batch, tokens, q.device))
+        return _WindowAttention.apply(q, k, v, self.kernels, places, self.once)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernels: PieceKernels,

@@ -2,9 +2,11 @@
 
 import math
 import time
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.model.attention.block_kernels import CPUFlashBlockKernel, UnfusedBlockKernel
@@ -112,3 +114,22 @@ def test_time_grows_with_the_pairs_and_not_with_their_square() -> None:
         return best
 
     assert seconds(16384) / seconds(2048) < 20
+
+
+@pytest.mark.parametrize("name", ["blocks", "one kernel"])
+def test_recomputation_finds_its_own_mask_after_another_microbatch(name: str) -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+        return CORES[name](q, k, v, mask=mask.within(5))
+
+    masks = [AttentionMask(((0, 7, 8), (0,))), AttentionMask(((0, 1, 2, 3, 23), (0, 12)))]
+    q, k, v = inputs()
+    want = [torch.autograd.grad(attend(q, k, v, mask).sum(), (q, k, v)) for mask in masks]
+    masks = [AttentionMask(mask.documents) for mask in masks]
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    outputs = []
+    for mask in masks:
+        attend(q, k, v, mask)  # an earlier layer, which is not recomputed
+        outputs.append(checkpoint(attend, q, k, v, mask, use_reentrant=False, context_fn=keep))
+    for o, expected in zip(outputs, want):
+        for x, y in zip(torch.autograd.grad(o.sum(), (q, k, v)), expected):
+            torch.testing.assert_close(x, y)
