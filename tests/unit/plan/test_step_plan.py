@@ -155,3 +155,14 @@ def test_sizes_and_devices() -> None:
     assert find_device("h100", GIB).memory == GIB
     with pytest.raises(ValueError, match="A100-40"):
         find_device("H1000")
+
+
+def test_the_step_of_another_framework_that_recomputes_whole_layers_is_planned_as_the_page_says() -> None:
+    """TRL's guide to long contexts reports 380 s; docs/how-to/plan-a-run.md compares."""
+    shape = ("--num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32 --kv-channels 128 "
+             "--group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm --disable-bias-linear "
+             f"--untie-embeddings-and-output-weights --vocab-size 151936 --seq-length {1 << 20} --global-batch-size 1 "
+             f"--ring-size 8 --zero-stage 3 {COMMON} --recompute-granularity")
+    full, selective = (predict_step_time(planned(f"{shape} {kind}", 8), DEVICES["H100"]).total
+                       for kind in ("full", "selective"))
+    assert (round(full), round(selective)) == (342, 261) and abs(full / 380 - 1) <= 0.10
