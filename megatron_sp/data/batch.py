@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -184,3 +184,19 @@ class BatchReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass
+class Readers:
+    """Readers of the training, validation and test sets; None for a set that the run does not have."""
+
+    train: BatchReader | None
+    valid: BatchReader | None = None
+    test: BatchReader | None = None
+    #: Validation sets by name, instead of ``valid``.
+    named_valid: dict[str, BatchReader] = field(default_factory=dict)
+
+    def all(self) -> list[BatchReader]:
+        """Return the readers of all sets that the run has."""
+        readers = (self.train, self.valid, self.test, *self.named_valid.values())
+        return [reader for reader in readers if reader is not None]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_sp.config.schema import Run
+from megatron_sp.data.batch import Readers
 from megatron_sp.model.build import build_model
 from megatron_sp.parallel.mesh import ParallelMesh
 from megatron_sp.parallel.pipeline import Stages
@@ -28,7 +29,7 @@ from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.timers import Timers
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.train_step import StepNumbers, StepTotals, TrainStep
-from megatron_sp.train.trainer import Readers, Trainer
+from megatron_sp.train.trainer import Trainer
 
 # torch warns for every parameter that gathering whole tensors is slow. A proof gathers them on purpose.
 silence_redistribution()

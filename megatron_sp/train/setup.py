@@ -30,9 +30,10 @@ from megatron_sp.train.signals import StopSignals
 LONG_SEQUENCE = 8192
 
 if TYPE_CHECKING:
+    from megatron_sp.data.batch import Readers
     from megatron_sp.data.build import Splits
     from megatron_sp.parallel.mesh import ParallelMesh
-    from megatron_sp.train.trainer import Readers, Trainer
+    from megatron_sp.train.trainer import Trainer
 
 
 def pretrain(run: Run, environment: Environment, signals: StopSignals, notes: Sequence[str] = (), *,
@@ -206,10 +207,9 @@ def build_readers(run: Run, tokenizer: Tokenizer, mesh: ParallelMesh, state: Tra
         run: the whole training.
         phase: a phase of ``--seq-length-schedule``, whose sequence length all sets get.
     """
-    from megatron_sp.data.batch import BatchReader
+    from megatron_sp.data.batch import BatchReader, Readers
     from megatron_sp.data.documents import Documents
     from megatron_sp.layout.tokens import SequenceLayout
-    from megatron_sp.train.trainer import Readers
 
     with recorder.timers("datasets", occasional=True):
         splits = run_datasets(run, tokenizer, state, phase)

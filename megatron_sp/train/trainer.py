@@ -10,14 +10,14 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megatron_sp.config.schema import Run
-from megatron_sp.data.batch import BatchReader
+from megatron_sp.data.batch import BatchReader, Readers
 from megatron_sp.errors import TrainingError
 from megatron_sp.layout.batch_size import BatchSize
 from megatron_sp.layout.length_schedule import Phase
@@ -36,21 +36,6 @@ from megatron_sp.train.report.recorder import Recorder
 from megatron_sp.train.report.step_report import StepReport
 from megatron_sp.train.signals import StopSignals
 from megatron_sp.train.train_step import StepTotals, TrainStep
-
-
-@dataclass
-class Readers:
-    """Readers of the training, validation and test sets; None for a set that the run does not have."""
-
-    train: BatchReader | None
-    valid: BatchReader | None = None
-    test: BatchReader | None = None
-    #: Validation sets by name, instead of ``valid``.
-    named_valid: dict[str, BatchReader] = field(default_factory=dict)
-
-    def all(self) -> list[BatchReader]:
-        readers = (self.train, self.valid, self.test, *self.named_valid.values())
-        return [reader for reader in readers if reader is not None]
 
 
 class MeanLoss(NamedTuple):
