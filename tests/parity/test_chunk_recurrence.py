@@ -57,6 +57,8 @@ MORE: dict[str, tuple[int, list[Layout]]] = {
         (f"{PP2} {SELECTIVE} --offload-key-values --micro-batch-size 2", "llama", "--num-layers 3")]),
     "three ranks": (3, [
         ("--pipeline-model-parallel-size 3", "gpt2", "--num-layers 3"),
+        ("--pipeline-model-parallel-size 3 --sequence-chunk-size 4 --seq-length 48 --micro-batch-size 1", "gpt2",
+         "--num-layers 3"),  # many chunks and several microbatches, where transfers in a wrong order hang
         ("--ulysses-size 3 --sequence-chunk-size 12 --seq-length 60", "six_heads", "--num-key-value-heads 2"),
         ("--ulysses-size 3 --sequence-chunk-size 12 --seq-length 60", "llama", "")]),
     "four ranks": (4, [
