@@ -106,7 +106,10 @@ class FlexAttention:
     def __init__(self, otherwise: Windowed, kernel: Callable[..., Any] | None = None, *,
                  once: Once = every_time):
         self.once = once
-        self.otherwise, self.kernel = otherwise, kernel or torch.compile(flex_attention, dynamic=False)
+        # Without ``fullgraph`` torch would give up compiling after several shapes and run the function as it is, which
+        # ignores the tables. With it torch raises an error.
+        self.otherwise = otherwise
+        self.kernel = kernel or torch.compile(flex_attention, dynamic=False, fullgraph=True)
         self._masks: dict[tuple[Any, ...], BlockMask] = {}  # one for each pattern of the layers and group of heads
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,6 +95,18 @@ def test_a_kernel_that_does_not_read_the_tables_fails_the_trial() -> None:
     assert not passes_flex_trial(FlexAttention(lambda q, k, v, mask: q, all_earlier), CPU, torch.float32, 16, 4, 2)
 
 
+def test_more_shapes_than_torch_compiles_are_an_error_and_no_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    attend = FlexAttention(PatternAttention(UnfusedBlockKernel()))
+    mask = AttentionMask(pattern=BigBird(128))
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit, match="fullgraph=True"):
+        for blocks in range(1, 12):
+            x = torch.zeros(1, 1, blocks * 128, 16)
+            attend.kernel(x, x, x, block_mask=block_mask(mask, 1, blocks * 128, CPU, trim=False))  # CPUs: forward only
+    torch._dynamo.reset()
+
+
 def stand_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, enable_gqa: bool) -> torch.Tensor:
     """Attend as FlexAttention does: to whole blocks of the one table, and by the function in those of the other."""
     size, tokens, blocks = block_mask.BLOCK_SIZE[0], q.shape[2], block_mask.kv_num_blocks.shape[2]
@@ -108,7 +121,7 @@ def test_a_run_uses_it_where_it_passes_its_trial(monkeypatch: pytest.MonkeyPatch
     run = tiny_run([*STYLES["llama"].split(), "--attention-pattern", "fixed", "--attention-block-size", "8"])
     other = PatternAttention(UnfusedBlockKernel())
     for kernel, works in ((stand_in, True), (lambda *_, **__: 1 / 0, False)):
-        monkeypatch.setattr(torch, "compile", lambda function, dynamic, kernel=kernel: kernel)
+        monkeypatch.setattr(torch, "compile", lambda function, kernel=kernel, **how: kernel)
         flex = try_flex(run, other, CPU, torch.bfloat16)
         assert (flex is not None) == works
     assert "FlexAttention" in kernels_in_words(run, Kernels(SDPACore(patterned=FlexAttention(other, stand_in)),
