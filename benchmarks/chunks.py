@@ -95,19 +95,19 @@ def memory_of(length: int, chunk: int) -> dict[str, float]:
     """Measure one step in this process."""
     from megatron_sp.runtime import stop
     from megatron_sp.train.chunk_recurrence import Part
-    from megatron_sp.train.forward_backward import Engine
+    from megatron_sp.train.operation_runner import OperationRunner
 
     program = Program(configuration(f"--seq-length {length} --sequence-chunk-size {chunk}"))
     kept = 0
-    original = Engine._run
+    original = OperationRunner._call
 
-    def watched(self: Engine, batch: Any, part: Part) -> Any:
+    def watched(self: OperationRunner, batch: Any, part: Part, received: Any = None) -> Any:
         nonlocal kept
         assert part.chunk is not None
         kept = max(kept, part.chunk.store.nbytes)
-        return original(self, batch, part)
+        return original(self, batch, part, received)
 
-    Engine._run = watched  # type: ignore[method-assign]
+    OperationRunner._call = watched  # type: ignore[method-assign]
     program.step(2 * chunk)
     Path("/proc/self/clear_refs").write_text("5")  # makes Linux reset VmHWM
     kept, began = 0, time.process_time()

@@ -197,6 +197,16 @@ def computation_order(schedule: Any, rank: int) -> list[tuple[str, int, int]]:
             for action in actions if action.computation_type.value in "FBIW"]
 
 
+def actions_with_transfers(schedule: Any, rank: int) -> list[tuple[str, int, int]]:
+    """Return all that a rank does in a schedule with several stages per rank, sends and receives too, in order.
+
+    Each is (action, stage, microbatch). The actions are those of ``computation_order``, and SEND_F, RECV_F, SEND_B and
+    RECV_B for forward and backward results.
+    """
+    return [(part.computation_type.value, part.stage_index, part.microbatch_index)
+            for action in schedule.pipeline_order_with_comms[rank] for part in (action.sub_actions or (action,))]
+
+
 class StageWithObjects(PipelineStage):
     """A pipeline stage whose forward also gets what torch does not cut into microbatches itself: any Python objects.
 

@@ -29,7 +29,8 @@ if (CHECKOUT / "megatron_sp").is_dir():  # false once pip has installed this fil
 
 from megatron_sp.config.cli.tool_parser import ToolParser  # noqa: E402
 from megatron_sp.errors import ConfigError  # noqa: E402
-from megatron_sp.layout.schedules import SCHEDULES, chunk_order, takes_microbatches  # noqa: E402
+from megatron_sp.layout.schedules import SCHEDULES, takes_microbatches  # noqa: E402
+from megatron_sp.layout.transfers import training_order  # noqa: E402
 from megatron_sp.pictures import load_pyplot, picture_problems, save_picture  # noqa: E402
 from megatron_sp.runtime import run_program  # noqa: E402
 
@@ -65,7 +66,7 @@ def order_of(schedule: str, pp: int, stages_per_rank: int, microbatches: int, ch
         chunks: chunks of each sequence; above 1, the numbers in the steps are those of chunks.
     """
     if chunks > 1:
-        return [[(kind, rank, unit) for kind, unit in chunk_order(pp, rank, microbatches, chunks)]
+        return [[(kind, rank, unit) for kind, unit in training_order(pp, rank, microbatches, chunks)]
                 for rank in range(pp)]
     from megatron_sp.parallel.pipeline import schedule_order
 

@@ -90,8 +90,12 @@ def main(argv: list[str]) -> int:
     print(f"proving {said}, ZeRO stage {parallel.zero_stage}{schedule if parallel.pp > 1 else ''} on "
           f"{parallel.world_size} processes in float64", flush=True)
 
+    from megatron_sp.proof.communication import order_problem
     from megatron_sp.proof.verify import verify
 
+    if problem := order_problem(run):
+        print(f"FAIL: with the real degrees some ranks would wait for each other: {problem}")
+        return 1
     verdict = verify(small.run, half=small.half)
     if verdict.steps:
         print_table(verdict)

@@ -57,36 +57,3 @@ def takes_microbatches(schedule: str, number: int, pp: int) -> bool:
     if schedule in ("interleaved", "zero-bubble"):
         return number % max(1, number // pp) == 0
     return number >= 2 * pp if schedule == "dualpipev" else number >= 1
-
-
-def chunk_order(pp: int, rank: int, microbatches: int, chunks: int) -> list[tuple[str, int]]:
-    """Return what a pipeline rank computes with ``--sequence-chunk-size``, in order: (kind, unit).
-
-    A unit is a chunk of a microbatch, numbered ``microbatch * chunks + chunk``. The kinds are K (first pass: forward
-    that keeps keys and values), F (forward of the second pass) and B (its backward). K goes through all chunks of a
-    sequence but the last, in order; F and B go through all of them in reverse. F and B alternate as in 1F1B, so that
-    rank r holds the activations of at most ``pp - r`` chunks. One microbatch of 4 chunks on 2 ranks::
-
-        rank 0   K0 K1 K2 F3 F2 .. .. B3 -- F1 B2 -- F0 B1 -- .. B0 --
-        rank 1   .. K0 K1 K2 F3 B3 -- F2 B2 -- F1 B1 -- F0 B0 -- .. ..
-    """
-    forward = [step for first in range(0, microbatches * chunks, chunks) for step in (
-        *(("K", first + chunk) for chunk in range(chunks - 1)),
-        *(("F", first + chunk) for chunk in reversed(range(chunks))))]
-    backward = [("B", unit) for kind, unit in forward if kind == "F"]
-    order: list[tuple[str, int]] = []
-    position = 0
-
-    def add_forwards(number: int) -> None:
-        """Add the next steps of the forward direction, up to so many forwards of the second pass."""
-        nonlocal position
-        while number and position < len(forward):
-            order.append(forward[position])
-            number -= forward[position][0] == "F"
-            position += 1
-
-    add_forwards(pp - rank)
-    for step in backward:
-        order.append(step)
-        add_forwards(1)
-    return order

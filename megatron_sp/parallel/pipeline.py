@@ -49,11 +49,17 @@ def schedule_order(schedule: str, pp: int, stages_per_rank: int,
     if issubclass(kind, PipelineScheduleSingle):  # torch has no complete list of the actions of these
         warm_up = [min(num_microbatches, pp - rank if kind is Schedule1F1B else num_microbatches) for rank in range(pp)]
         return [_one_stage_order(rank, warm_up[rank], num_microbatches) for rank in range(pp)]
+    made = schedule_of_stages(schedule, pp, stages_per_rank, num_microbatches)
+    return [computation_order(made, rank) for rank in range(pp)]
+
+
+def schedule_of_stages(schedule: str, pp: int, stages_per_rank: int, num_microbatches: int) -> Any:
+    """Return torch's object of a schedule with several stages per rank, whose stages have no layers."""
+    num_stages = pp * stages_per_rank
     parts = [SimpleNamespace(num_stages=num_stages, group_size=pp, group_rank=0, stage_index=number,
                              is_first=number == 0, is_last=number == num_stages - 1, submod=nn.Identity())
              for number in stages_of_rank(schedule, pp, stages_per_rank, 0)]
-    made = kind(parts, num_microbatches)
-    return [computation_order(made, rank) for rank in range(pp)]
+    return schedule_class(schedule, num_microbatches, num_stages)(parts, num_microbatches)
 
 
 def _one_stage_order(stage: int, warm_up: int, num_microbatches: int) -> list[tuple[str, int, int]]:

@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Passes:
-    """The calls of the model that a microbatch takes, in order.
+    """The calls of the model that a microbatch takes, by the number of the chunk.
 
     Attributes:
         first: calls without autograd and without output, which keep keys and values.
@@ -87,7 +87,7 @@ class ChunkRecurrence:
         """
         if not self.size:
             return Passes([], [Part()])
-        store, count = self._store(keep_outputs=self.keep_outputs), self._count(batch)
+        store, count = self._store(keep_outputs=self.keep_outputs), self.chunks_of(batch)
         segments = Segments.of(count, self.reach)
         last = segments.starts[-1]
         first = [self._part(store, number, keeps=True, needs_output=False, frees=segments.freed_by(number),
@@ -99,16 +99,16 @@ class ChunkRecurrence:
                                               for number in range(start, stop - 1)]
             second.append(self._part(store, stop - 1, before=tuple(again)))
             second += [self._part(store, number) for number in reversed(range(start, stop - 1))]
-        return Passes(first, second)
+        return Passes(first, second[::-1])
 
-    def evaluation(self, batch: Microbatch) -> list[Part]:
+    def evaluation(self, batch: Microbatch) -> Passes:
         """Return the calls for the loss of a microbatch."""
         if not self.size:
-            return [Part()]
-        store, count = self._store(), self._count(batch)
-        return [self._part(store, number, keeps=number < count - 1,
-                           frees=(number - self.reach - 1,) if self.reach is not None else ())
-                for number in range(count)]
+            return Passes([], [Part()])
+        store, count = self._store(), self.chunks_of(batch)
+        return Passes([], [self._part(store, number, keeps=number < count - 1,
+                                      frees=(number - self.reach - 1,) if self.reach is not None else ())
+                           for number in range(count)])
 
     def _store(self, *, keep_outputs: bool = False) -> KeyValueStore:
         return KeyValueStore(HostStorage() if self.offload else DeviceStorage(), keep_outputs=keep_outputs)
@@ -118,8 +118,9 @@ class ChunkRecurrence:
         """Return how many tokens of a chunk this rank owns."""
         return self.size // self.ranks
 
-    def _count(self, batch: Microbatch) -> int:
-        return batch.tokens.shape[1] // self.own_tokens
+    def chunks_of(self, batch: Microbatch) -> int:
+        """Return the number of chunks of a microbatch's sequences."""
+        return batch.tokens.shape[1] // self.own_tokens if self.size else 1
 
     def _part(self, store: KeyValueStore, number: int, *, before: tuple[Part, ...] = (), **how: Any) -> Part:
         """Return the part of a microbatch that is a chunk: the equal part of this rank's tokens with its number."""

@@ -14,7 +14,7 @@ from megatron_sp.config.schema import Run
 from megatron_sp.data.batch import Microbatch
 from megatron_sp.layout.patterns.choice import LayerAttention, layer_attention
 from megatron_sp.parallel.mesh import ParallelMesh
-from megatron_sp.train.forward_backward import Engine, PipelineEngine, build_engine
+from megatron_sp.train.forward_backward import Engine, build_engine
 from megatron_sp.train.health.loss_scale import LossScaler
 from megatron_sp.train.optimizer import (
     CLIP_EPSILON,
@@ -142,7 +142,7 @@ class TrainStep:
 
     model: nn.Module
     mesh: ParallelMesh
-    engine: Engine | PipelineEngine
+    engine: Engine
     optimizer: AdamW | SGD
     schedule: Schedule
     scaler: LossScaler

@@ -179,7 +179,7 @@ def test_compiled_layers_compute_the_same(device: torch.device, flags: str) -> N
 def test_microbatches_arrive_whole_from_a_stream_of_their_own(device: torch.device) -> None:
     """The computation keeps the GPU busy, so that copies which nobody waits for would be seen."""
     from megatron_sp.data.batch import Microbatch
-    from megatron_sp.train.forward_backward import DeviceCopies, one_ahead
+    from megatron_sp.train.device_copies import DeviceCopies, one_ahead
 
     texts = [torch.randint(0, 97, (1, 2**20)) for _ in range(5)]
     ids = torch.zeros(1, dtype=torch.int64)

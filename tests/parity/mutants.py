@@ -77,10 +77,9 @@ MUTANTS = {
         "train/trainer.py", "local, state.scheduler_samples", "local, state.scheduler_samples + samples", 1, "",
         "learning rate"),
     "each microbatch replaces the loss": Mutant(
-        "train/forward_backward.py", "self.microbatch_losses.append(loss)\n            total = total + loss",
-        "self.microbatch_losses.append(loss)\n            total = loss", 1, "", "loss"),
+        "train/forward_backward.py", "total = total + loss", "total = loss", 1, "", "loss"),
     "each chunk replaces the loss": Mutant(
-        "train/forward_backward.py", "total = total + loss.detach()", "total = loss.detach()", 1, CHUNKS, "loss"),
+        "train/operation_runner.py", "microbatch.loss + y.detach()", "y.detach()", 1, CHUNKS, "loss"),
     "what later chunks send to keys and values is lost": Mutant(
         "model/attention/chunk_attention.py", "(dk + later[0], dv + later[1])", "(dk, dv)", 1, CHUNKS, "gradient of"),
     "chunks do not see the first one": Mutant(

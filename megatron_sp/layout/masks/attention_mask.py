@@ -71,11 +71,13 @@ class AttentionMask:
               7               x x x x             (6, 8) x (4, 6) all pairs
                                                   (6, 8) x (6, 8) causal
 
-    A mask is an immutable Python object, equal on all ranks that share a sequence, and holds nothing of the size of the
-    sequence. So recomputation keeps it like any other argument, and FSDP and torch's pipeline, which move and split
-    tensors, leave it alone. To add a rule, add a field whose default allows everything, a name by which cores
-    declare that they know the rule, and its part in ``pieces``. The pieces of a pattern of blocks come from
-    ``patterns.pieces`` instead, because heads may differ.
+    A mask is a Python object that does not change, equal on all ranks that share a sequence. It remembers what kernels
+    compute from it, such as the places of its pieces on the device (``remember``). Recomputation keeps it like any
+    other argument, and FSDP and torch's pipeline, which move and split tensors, leave it alone.
+
+    To add a rule, add a field whose default allows everything, a name by which cores declare that they know the rule,
+    and its part in ``pieces``. The pieces of a pattern of blocks come from ``patterns.pieces`` instead, because heads
+    may differ.
 
     A window cuts a band out of the triangle. Blocks of W queries make it of pieces that kernels know: a causal square
     on the diagonal, and before it a mirrored one of W - 1 tokens. Nine tokens with a window of W = 4 (c: causal,

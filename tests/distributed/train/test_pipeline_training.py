@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_sp.train.forward_backward import PipelineEngine
+from megatron_sp.parallel.pipeline import PipelineRunner
 from megatron_sp.train.report.metrics_file import read_metrics
 from tests.helpers.configs import STYLES, tiny_run
 from tests.helpers.spawn import run_ranks
@@ -79,13 +80,16 @@ def test_checkpoints_move_between_pipelines(model: str, tmp_path: Path) -> None:
 
 def train_with_a_nan(flags: str, call: int) -> str:
     """Train with one call of the loss function (counted from 0) returning NaN. Only the last stage calls it."""
-    original, count = PipelineEngine._divided, [0]
+    original, count = PipelineRunner.__init__, [0]
 
-    def spoiled(self: PipelineEngine, loss_sum: torch.Tensor) -> torch.Tensor:
-        count[0] += 1
-        return original(self, loss_sum) * (float("nan") if count[0] - 1 == call else 1.0)
+    def with_spoiled_loss(self: PipelineRunner, stages: Any, schedule: str, mesh: Any, loss: Any) -> None:
+        def spoiled(*arguments: torch.Tensor) -> torch.Tensor:
+            count[0] += 1
+            return loss(*arguments) * (float("nan") if count[0] - 1 == call else 1.0)
 
-    PipelineEngine._divided = spoiled  # type: ignore[method-assign]
+        original(self, stages, schedule, mesh, spoiled)
+
+    PipelineRunner.__init__ = with_spoiled_loss  # type: ignore[method-assign]
     return train(flags)
 
 

@@ -25,6 +25,7 @@ from megatron_sp.data.token_files.token_writer import IndexedDatasetBuilder
 from megatron_sp.train import garbage
 from megatron_sp.train.chunk_recurrence import Part
 from megatron_sp.train.forward_backward import Engine
+from megatron_sp.train.operation_runner import OperationRunner
 from megatron_sp.train.report.metrics_file import read_metrics
 from tests.helpers.configs import STYLES
 from tests.helpers.spawn import run_ranks
@@ -35,14 +36,15 @@ LLAMA = STYLES["llama"].replace("--num-query-groups", "--num-key-value-heads")
 
 def spoil_loss(rank: int | None, calls: range, factor: float) -> None:
     """Multiply the loss by a factor in these calls (counted from 0) on one rank or all."""
-    original, count = Engine._run, [0]
+    original, count = OperationRunner._call, [0]
 
-    def spoiled(self: Engine, batch: Microbatch, part: Part) -> torch.Tensor:
+    def spoiled(self: OperationRunner, batch: Microbatch, part: Part,
+                received: torch.Tensor | None = None) -> torch.Tensor:
         count[0] += 1
-        loss = original(self, batch, part)
+        loss = original(self, batch, part, received)
         return loss * factor if rank in (None, dist.get_rank()) and count[0] - 1 in calls else loss
 
-    Engine._run = spoiled  # type: ignore[method-assign]
+    OperationRunner._call = spoiled  # type: ignore[method-assign]
 
 
 def train_with_spoiled_loss(flags: str, rank: int | None, calls: range, factor: float) -> str:
@@ -95,6 +97,7 @@ def train_with_tracker(flags: str, readable: bool) -> list[int]:
     codes: list[int] = []
     wandb = ModuleType("wandb")
     wandb.init = lambda **_: SimpleNamespace(  # type: ignore[attr-defined]
+        id="one",
         log=lambda row, step: None, finish=lambda exit_code: codes.append(exit_code))
     sys.modules["wandb"] = wandb
     if readable:

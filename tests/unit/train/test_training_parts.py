@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_sp.data.batch import Microbatch
-from megatron_sp.train.forward_backward import DeviceCopies, one_ahead
+from megatron_sp.train.device_copies import DeviceCopies, one_ahead
 from megatron_sp.train.garbage import GarbageCollection
 from megatron_sp.train.health.replicas import bit_hash
 from megatron_sp.train.report.peak_flops import peak_tflops
