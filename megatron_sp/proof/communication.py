@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 
 from megatron_sp.config.schema import Run
-from megatron_sp.layout.length_schedule import phases
+from megatron_sp.layout.length_schedule import phases, run_of_length
 from megatron_sp.layout.rendezvous import TRANSPORTS, Message, Post, Program, Rule, Wait, problem_of, waiting
 from megatron_sp.layout.schedules import stages_of_rank
 from megatron_sp.parallel.pipeline import schedule_class, schedule_of_stages
@@ -35,12 +35,16 @@ def order_problem(run: Run) -> str:
     parallel = run.parallel
     if parallel.pp == 1:
         return ""
+    lengths = [phase.length for phase in phases(run)] if run.data.seq_length_schedule else [run.data.seq_length]
+    return next((problem for length in lengths if (problem := _problem(run_of_length(run, length)))), "")
+
+
+def _problem(run: Run) -> str:
+    """Do what ``order_problem`` does for a run of one sequence length."""
+    parallel, size = run.parallel, run.memory.sequence_chunk_size
     microbatches = run.train.global_batch_size // (run.train.micro_batch_size * parallel.dp)
-    size = run.memory.sequence_chunk_size
     if size:
-        lengths = {phase.length for phase in phases(run)} if run.data.seq_length_schedule else {run.data.seq_length}
-        found = [problem_of(parallel.pp, microbatches, length // size) for length in sorted(lengths)]
-        return next(filter(None, found), "")
+        return problem_of(parallel.pp, microbatches, run.data.seq_length // size)
     programs = torch_programs(parallel.pipeline_schedule, parallel.pp, parallel.stages_per_rank, microbatches)
     for name, rule in TORCH_TRANSPORTS.items():
         if stuck := waiting(programs, rule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 
@@ -291,3 +292,12 @@ def test_nothing_is_left_out() -> None:
     assert BECOMES.keys() | NOT_READ.keys() <= schema_options().keys()
     assert SETTING <= ALL
     assert len(ALL) == 168
+
+
+def test_a_default_of_0_that_the_page_shows_is_taken() -> None:
+    """``--window-size 0`` and ``--sequence-chunk-size 0`` turn off."""
+    page = (ROOT / "docs" / "reference" / "flags.md").read_text()
+    shown = re.findall(r"^\| `(--[a-z-]+)` \|[^|]*\| `0` \|", page, re.MULTILINE)
+    assert len(shown) > 10
+    refused = {flag: parse([flag, "0"]).problems for flag in [*shown, "--window-size"]}
+    assert {flag: problems for flag, problems in refused.items() if problems} == {}
