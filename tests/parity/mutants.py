@@ -96,8 +96,8 @@ MUTANTS = {
     "tokens of one rank as denominator": Mutant(
         "train/train_step.py", "self.mesh.sum_over(mine, \"fsdp\")", "self.mesh.sum_over(mine, \"tp\")", 2, U2, "loss"),
     "evaluation counts masked tokens": Mutant(
-        "train/forward_backward.py", "return total, sum(batch.num_valid for batch in microbatches)",
-        "return total, sum(batch.labels.numel() for batch in microbatches)", 1, "", "evaluation loss"),
+        "train/forward_backward.py", "return self._total(losses), sum(batch.num_valid for",
+        "return self._total(losses), sum(batch.labels.numel() for", 1, "", "evaluation loss"),
     "gradients summed twice": Mutant(
         "parallel/gradients.py", "(\"fsdp\").sum_in_place(list(", "(\"fsdp\").sum_in_place(2 * list(", 2, U2,
         "gradient"),
