@@ -8,7 +8,8 @@ on at most 16 processes of this machine, through the data reader, trainer and op
 with the run's optimizer and with SGD, and in the run's half precision where it has one. Then it compares each step with
 a plain model on one process: loss, learning rate, gradient norm, every gradient, every weight, and the loss of an
 evaluation; half precision is compared with a large tolerance. If one model replica needs more than 16 processes, the
-tool shrinks the parallel degrees and prints which. It needs no data, tokenizer or GPU.
+tool shrinks the parallel degrees and prints which. Before it starts a process, it simulates the sends and receives of
+the pipeline with the degrees of the real run. It needs no data, tokenizer or GPU.
 
 options:
   -h, --help        show this help message and exit
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> int:
     from megatron_sp.proof.verify import verify
 
     if problem := order_problem(run):
-        print(f"FAIL: with the real degrees some ranks would wait for each other: {problem}")
+        print(f"FAIL: with the degrees of the real run some ranks of the pipeline would wait for each other: {problem}")
         return 1
     verdict = verify(small.run, half=small.half)
     if verdict.steps:

@@ -60,7 +60,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def _ignore(sentence: str) -> None:
-    """Take what a caller does not want to know."""
+    """Do nothing with a warning, for callers that give no function to report it."""
 
 
 def start_building(directory: Path, iteration: int, warn: Callable[[str], None] = _ignore) -> Path:

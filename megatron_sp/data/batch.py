@@ -14,7 +14,7 @@ from megatron_sp.data.documents import IGNORE_DOCUMENTS, Documents, attention_wo
 from megatron_sp.data.gpt_dataset import Dataset, unlabelled
 from megatron_sp.data.sampler import GlobalBatchSampler
 from megatron_sp.errors import DataError
-from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.layout.tokens import SequenceLayout
 
 IGNORED = -100  # the label of a position that has no loss
@@ -41,7 +41,7 @@ class Microbatch:
     positions: torch.Tensor
     sample_ids: torch.Tensor
     num_valid: int
-    mask: AttentionMask = CAUSAL
+    mask: AttentionMask = field(default_factory=AttentionMask)
     places: torch.Tensor | None = None
 
     def pinned(self) -> Microbatch:
@@ -87,6 +87,7 @@ class BatchReader:
             raise DataError("--eod-mask-loss needs a tokenizer with an end-of-document token, and this one has none.")
         self.dataset, self.dp_rank, self.dp_size, self.vocab_size = dataset, dp_rank, dp_size, vocab_size
         self.documents, self.pin = documents, pin
+        self.causal = AttentionMask()  # of all microbatches where documents do not change it, so that it remembers
         self.ranges = layout.ranges(sp_rank)
         self.places = np.ascontiguousarray(layout.positions(sp_rank), dtype=np.int64)
         self.masked_input = eod_token if eod_mask_loss else None
@@ -159,9 +160,9 @@ class BatchReader:
         The position ids are None where documents do not change them.
         """
         if not self.documents.matter:
-            return None, CAUSAL
+            return None, self.causal
         starts = [self.documents.starts(self.dataset, sample) for sample in samples]
-        mask = self.documents.mask(starts)
+        mask = self.documents.mask(starts) if self.documents.reset_attention else self.causal
         if not self.documents.reset_positions:
             return None, mask
         return np.stack([self.documents.positions(row, self.places) for row in starts]), mask

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_sp.config.schema import Data
 from megatron_sp.data.gpt_dataset import Dataset
 from megatron_sp.errors import DataError
-from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import AttentionMask
 
 #: Tokens that are searched for end-of-document tokens at a time.
 SCAN = 1 << 20
@@ -80,9 +80,8 @@ class Documents:
         return starts[starts < dataset.seq_length]
 
     def mask(self, starts: Sequence[np.ndarray]) -> AttentionMask:
-        """Return the attention mask of a microbatch whose samples have these document starts."""
-        if not self.reset_attention:
-            return CAUSAL
+        """Return the mask of a microbatch whose samples have these document starts, with ``reset_attention``."""
+        assert self.reset_attention
         return AttentionMask(tuple(tuple(of_sample.tolist()) for of_sample in starts))
 
     def positions(self, starts: np.ndarray, places: np.ndarray) -> np.ndarray:

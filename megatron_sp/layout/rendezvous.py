@@ -3,8 +3,10 @@
 Every rank runs a program: it posts transfers, several at once as a batch, and waits for them. A transfer is done when
 both of its ranks have begun it, because no transport here promises a buffer for a send. The transports differ in what
 must be done before a posted transfer begins: each has a rule that names the queue of a transfer, and within a queue a
-batch begins when the batch before is done. Time plays no part: what can be done at some moment can be done later too,
-so either every order of events comes to the end or none does.
+batch begins when the batch before is done.
+
+The simulation has no clock. A transfer that can take place stays possible until it does, so it does not matter in which
+order the simulation tries them.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ class Message(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Begin messages as one batch."""
+    """A step of a program: begin these messages together, as one batch, and go on at once."""
 
     messages: tuple[Message, ...]
 
 
 class Wait(NamedTuple):
-    """Go on when a message of an earlier post is done."""
+    """A step of a program: stop until a message that was posted before is done."""
 
     message: Message
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from megatron_sp.activations.key_values import Earlier
 from megatron_sp.config.schema import Model
-from megatron_sp.layout.masks.attention_mask import CAUSAL, AttentionMask
+from megatron_sp.layout.masks.attention_mask import AttentionMask
 from megatron_sp.model.rotary import Rotation, rotation
 from megatron_sp.parallel.random import token_keys
 from megatron_sp.parallel.tensor import TensorRegion
@@ -36,7 +36,7 @@ class Context:
 
     positions: torch.Tensor
     sample_ids: torch.Tensor | None = None
-    mask: AttentionMask = CAUSAL
+    mask: AttentionMask = field(default_factory=AttentionMask)
     earlier: Earlier | None = None
     places: torch.Tensor | None = None
     rotation: Rotation | None = None

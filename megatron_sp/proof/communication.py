@@ -84,7 +84,7 @@ class _Rank:
 
 
 def _gpipe(stage: int, pp: int, microbatches: int) -> Program:
-    """All forwards, then all backwards; after each half wait for its sends."""
+    """Return a rank's program under GPipe: all forwards, then all backwards; after each half it waits for its sends."""
     rank = _Rank(range(pp))
     for kind in "FB":
         sent: list[Message] = []
@@ -96,7 +96,10 @@ def _gpipe(stage: int, pp: int, microbatches: int) -> Program:
 
 
 def _one_forward_one_backward(stage: int, pp: int, microbatches: int) -> Program:
-    """Some forwards, then backwards and forwards in turn, each posting the send before it with its own receive."""
+    """Return a rank's program under 1F1B: some forwards, then a backward and a forward in turn.
+
+    Each of these begins its receive in one batch with the send of the result before it.
+    """
     rank = _Rank(range(pp))
     warm_up = min(microbatches, pp - stage)
     sent: list[Message] = []
@@ -126,7 +129,10 @@ def _one_forward_one_backward(stage: int, pp: int, microbatches: int) -> Program
 
 
 def _several_stages(actions: Sequence[tuple[str, int, int]], rank_of: Sequence[int], own: Sequence[int]) -> Program:
-    """A list of actions, which names sends and receives; work waits for its receive, and the end for all sends."""
+    """Return a rank's program under a schedule that is a list of actions, in which sends and receives are named.
+
+    Work waits for the receive of its input. The rank waits for its sends at the end.
+    """
     rank = _Rank(rank_of)
     sent: list[Message] = []
     for action, stage, number in actions:

@@ -114,7 +114,7 @@ class ScheduleRunner:
     def evaluate(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
         """See ``Runner``."""
         self.denominator = 1.0
-        return self.runner.evaluate(*_arguments(microbatches))
+        return self.runner.evaluate(*_arguments([batch.to(self.mesh.device) for batch in microbatches]))
 
 
 def _arguments(microbatches: Sequence[Microbatch]) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, Any]]]:

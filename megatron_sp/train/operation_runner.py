@@ -11,6 +11,7 @@ of the hidden states flow back.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -158,19 +159,16 @@ class OperationRunner:
             step.begun[number] = _Microbatch(batch, passes)
         microbatch = step.begun[number]
         part = microbatch.passes.first[chunk] if work.kind == "K" else microbatch.passes.second[chunk]
-        with self.timers("forward", level=2):
+        # An evaluation is no part of a step, so its time is not the step's.
+        timed = contextlib.nullcontext() if work.kind == "E" else self.timers("forward", level=2)
+        with timed, torch.set_grad_enabled(work.kind == "F"):
             with torch.no_grad():
                 for again in part.before:
                     self._call(microbatch.batch, again)
             received = self._received(step, work)
-            if work.kind == "F":
-                if received is not None:
-                    received.requires_grad_()
-                    microbatch.inputs[chunk] = received
-                y = self._call(microbatch.batch, part, received)
-            else:
-                with torch.no_grad():
-                    y = self._call(microbatch.batch, part, received)
+            if work.kind == "F" and received is not None:
+                microbatch.inputs[chunk] = received.requires_grad_()
+            y = self._call(microbatch.batch, part, received)
             if self.rank < self.size - 1:
                 step.leaving[work] = y.detach()
             elif work.kind != "K":
@@ -215,7 +213,7 @@ class OperationRunner:
         return tensor
 
     def _end(self, step: _Step, number: int) -> None:
-        """Forget a microbatch, and keep its loss."""
+        """Let go of a microbatch whose last chunk is done, and note its loss."""
         microbatch = step.begun.pop(number)
         if microbatch.loss is not None:
             step.losses.append(microbatch.loss)

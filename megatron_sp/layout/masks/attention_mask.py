@@ -102,14 +102,15 @@ class AttentionMask:
             blocks. Each layer adds its own; a layer has a window or a pattern.
         first_head: number, within the model, of the first query head that attention is given. Patterns whose heads
             differ need it; ``of_heads`` sets it on the rank that attends.
-        computed: what ``remember`` has computed. Masks made with ``within`` and ``of_heads`` share it.
+        computed: what ``remember`` has computed. Masks made with ``within`` and ``of_heads`` share it. None: nothing is
+            remembered, as for the constant ``CAUSAL``, which would otherwise grow as long as the process lives.
     """
 
     documents: tuple[tuple[int, ...], ...] = ()
     window: int = 0
     pattern: BlockPattern | None = None
     first_head: int = 0
-    computed: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    computed: dict[Any, Any] | None = field(default_factory=dict, repr=False, compare=False)
 
     def remember(self, key: Any, compute: Callable[[], T]) -> T:
         """Return what a function computes from the documents, the window and the key; compute it once for each of them.
@@ -117,6 +118,8 @@ class AttentionMask:
         All layers attend with the same documents. The mask travels with its microbatch, so that recomputation in
         backward finds what forward computed, however many microbatches were begun in between.
         """
+        if self.computed is None:
+            return compute()
         whole_key = self.window, key
         if whole_key not in self.computed:
             self.computed[whole_key] = compute()
@@ -255,4 +258,4 @@ class AttentionMask:
 
 
 #: Each sequence is one document: a query sees all keys up to its own position.
-CAUSAL = AttentionMask()
+CAUSAL = AttentionMask(computed=None)

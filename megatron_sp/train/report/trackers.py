@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_sp.checkpoint.writing import write_durably
 from megatron_sp.config.schema import Run
 from megatron_sp.config.serialize import to_dict
 from megatron_sp.errors import ConfigError
@@ -93,7 +94,7 @@ def open_wandb(run: Run, state: TrainState) -> Any:
     if id_file and started.id != known:
         try:
             id_file.parent.mkdir(parents=True, exist_ok=True)
-            id_file.write_text(f"{started.id}\n")
+            write_durably(id_file, f"{started.id}\n")
         except OSError as error:
             raise ConfigError(f"{id_file} cannot be written ({error.strerror}); give --save a directory with write "
                               "permission and free space") from None

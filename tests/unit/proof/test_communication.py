@@ -7,8 +7,10 @@ import pytest
 from megatron_sp.config.load import load_run
 from megatron_sp.layout.rendezvous import Post, Wait, waiting
 from megatron_sp.layout.schedules import SCHEDULES, takes_microbatches
+from megatron_sp.proof import communication, verify
 from megatron_sp.proof.communication import TORCH_TRANSPORTS, order_problem, torch_programs
 from tests.helpers.configs import STYLES, TRAINING
+from tools import verify_layout
 
 
 @pytest.mark.parametrize("most", [4, pytest.param(8, marks=pytest.mark.slow)])
@@ -34,6 +36,16 @@ def test_ranks_that_wait_for_their_sends_before_they_receive_are_seen() -> None:
         programs.append([each for message in sorted(messages, key=lambda message: not message.sends)
                          for each in (Post((message,)), Wait(message))])
     assert waiting(programs, TORCH_TRANSPORTS["gloo"])
+
+
+def test_the_tool_says_it_and_starts_no_process(monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(communication, "order_problem", lambda run: "rank 1 waits for the send to rank 0 for ever")
+    monkeypatch.setattr(verify, "verify", None)     # calling it would be an error
+    words = (f"{STYLES['llama']} --pipeline-model-parallel-size 2 --seq-length 64 --global-batch-size 4 --train-iters 2"
+             " --lr 1e-3 --mock-data --vocab-size 97")
+    assert verify_layout.main(words.split()) == 1
+    assert "FAIL: with the degrees of the real run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags", ["--sequence-chunk-size 4 --seq-length 48", "--pipeline-schedule zero-bubble", ""])
