@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "convert": ("errors", "progress", "torch_internals", "config", "checkpoint", "convert"),
     "proof": ("errors", "runtime", "config", "layout", "parallel", "data", "model", "torch_internals",
               "train", "proof"),
-    "proof.reference": ("config.schema", "parallel.random", "proof.reference_masks"),
+    "proof.reference": ("config.schema", "proof.reference_masks"),
     "proof.reference_masks": ("config.schema",),
     "proof.small": ("errors", "config", "layout", "proof.small"),
     "train": ("errors", "runtime", "config", "layout", "plan", "activations", "parallel", "data", "model",
