@@ -18,7 +18,8 @@ cd "$root"
 export OMP_NUM_THREADS=1
 
 arguments=()
-workers=(-n "${WORKERS:-2}" --dist loadfile)
+# In the order of the directories: the small files of tests/unit come last, so that both workers end at about the same time.
+workers=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
 slow=(-m "not slow")
 for word in "$@"; do
     case $word in
